@@ -1,0 +1,1 @@
+"""The SDK: clients, their transport, and what keeps them from hanging."""

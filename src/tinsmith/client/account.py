@@ -1,0 +1,171 @@
+"""What belongs to one (server, key) pair and is shared by every client of it in this process.
+
+Server flags, the exchanged token, the dialect the server speaks, and the limits. Accounts are found through a weak
+registry: the last client that lets go of one ends it, and two accounts never share anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+import msgspec
+
+from tinsmith.client.config import Config
+from tinsmith.client.credentials import run_credential_command
+from tinsmith.client.limits import ByteBudget, PendingSlots, SampleGate
+from tinsmith.errors import ConfigError, TinkerError
+from tinsmith.types import ClientConfigResponse, ClientDynamicConfigResponse
+
+logger = logging.getLogger(__name__)
+
+REFRESH_BEFORE_EXPIRY_SECONDS = 300.0
+MUST_REFRESH_SECONDS = 60.0
+REFRESH_RETRY_SECONDS = 60.0
+
+Dialect = Literal["unknown", "protobuf", "json"]
+
+
+class Account:
+    """Made and used on the background loop, except for `pending`, which callers' threads use."""
+
+    MAX_CANCELLATIONS = 64
+
+    def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
+        defaults = ClientConfigResponse()
+        self.pending = PendingSlots()
+        self.sample_gate = SampleGate(loop, defaults.sample_dispatch_bytes_semaphore_size)
+        self.training_bytes = ByteBudget(defaults.fwdbwd_dispatch_bytes_semaphore_size)
+        self.response_bytes = ByteBudget(defaults.inflight_response_bytes_semaphore_size)
+        self.cancellations = asyncio.Semaphore(self.MAX_CANCELLATIONS)
+        self.dialect: Dialect = "unknown"
+        """How forward_backward is sent: protobuf is tried first, and a server that refuses it gets JSON."""
+        self.flags: ClientConfigResponse | None = None
+        self.dynamic_flags = ClientDynamicConfigResponse()
+        self.token = Token(config)
+        self._flags_lock = asyncio.Lock()
+
+    async def load_flags(self, fetch: Callable[[], Awaitable[ClientConfigResponse]]) -> ClientConfigResponse:
+        """Fetches the flags once, however many clients ask at the same time."""
+        if self.flags is None:
+            async with self._flags_lock:
+                if self.flags is None:
+                    self._apply(await fetch())
+        assert self.flags is not None
+        return self.flags
+
+    def _apply(self, flags: ClientConfigResponse) -> None:
+        self.sample_gate.resize(flags.sample_dispatch_bytes_semaphore_size)
+        self.training_bytes.resize(flags.fwdbwd_dispatch_bytes_semaphore_size)
+        self.response_bytes.resize(flags.inflight_response_bytes_semaphore_size)
+        self.token.use_flags(flags)
+        self.flags = flags
+
+
+class Token:
+    """The credential that goes into requests: the key itself, or a JWT exchanged for it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._exchange_enabled = False
+        self._prefers_command = False
+        self._jwt: str | None = None
+        self._expires = 0.0
+        self._retry_at = 0.0
+        self._lock = asyncio.Lock()
+        self._refresh: asyncio.Task[None] | None = None
+
+    def use_flags(self, flags: ClientConfigResponse) -> None:
+        self._exchange_enabled = flags.pjwt_auth_enabled
+        self._prefers_command = flags.pjwt_auth_enabled and flags.credential_default_source == "credential_cmd"
+        if not self._exchange_enabled and self._config.api_key is None:
+            raise ConfigError(
+                "This server takes API keys as they are, and TINKER_CREDENTIAL_CMD alone gives none it accepts. "
+                "Set TINKER_API_KEY or pass api_key=..."
+            )
+
+    async def raw(self) -> str:
+        """The user's own credential."""
+        key, command = self._config.api_key, self._config.credential_command
+        use_command = key is None or (self._prefers_command and not key.startswith("eyJ"))
+        if not use_command:
+            assert key is not None
+            return key
+        if command is None:
+            raise ConfigError("This server wants a credential from a command. Set TINKER_CREDENTIAL_CMD.")
+        return await asyncio.to_thread(run_credential_command, command)
+
+    async def current(self, exchange: Callable[[str], Awaitable[str]]) -> str:
+        """The credential to send now. `exchange` turns the user's own into a JWT."""
+        if not self._exchange_enabled:
+            return await self.raw()
+        remaining = self._expires - time.time()
+        if self._jwt is None or remaining <= MUST_REFRESH_SECONDS:
+            await self._renew(exchange)
+        elif remaining <= REFRESH_BEFORE_EXPIRY_SECONDS and time.time() >= self._retry_at and self._refresh is None:
+            # Ahead of time and in the background: no call waits, and a failure keeps the token in use.
+            self._refresh = asyncio.get_running_loop().create_task(self._renew_quietly(exchange))
+        assert self._jwt is not None
+        return self._jwt
+
+    async def _renew(self, exchange: Callable[[str], Awaitable[str]]) -> None:
+        before = self._jwt
+        async with self._lock:
+            if self._jwt is not before:
+                return  # someone else did it while we waited
+            jwt = await exchange(await self.raw())
+            self._expires = _expiry(jwt)
+            self._jwt = jwt
+
+    async def _renew_quietly(self, exchange: Callable[[str], Awaitable[str]]) -> None:
+        # A token that lives shorter than the refresh margin must not be renewed on every call.
+        self._retry_at = time.time() + REFRESH_RETRY_SECONDS
+        try:
+            await self._renew(exchange)
+        except TinkerError as error:
+            logger.warning("The access token could not be renewed ahead of time (%s); keeping the old one.", error)
+        finally:
+            self._refresh = None
+
+    async def claims(self, exchange: Callable[[str], Awaitable[str]]) -> dict[str, Any] | None:
+        """What the JWT says about the user, or None for a plain key."""
+        token = await self.current(exchange)
+        if self._exchange_enabled:
+            return jwt_claims(token)
+        claims = jwt_claims(token) if token.startswith("eyJ") else {}
+        return claims if str(claims.get("iss", "")).startswith("passport-") else None
+
+
+def jwt_claims(jwt: str) -> dict[str, Any]:
+    """The payload of a JWT; the signature is the server's business. Empty when it cannot be read."""
+    try:
+        payload = jwt.split(".")[1]
+        claims = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    except (IndexError, binascii.Error, msgspec.DecodeError):
+        return {}
+    return claims if isinstance(claims, dict) else {}
+
+
+def _expiry(jwt: str) -> float:
+    expiry = jwt_claims(jwt).get("exp")
+    return float(expiry) if isinstance(expiry, int | float) else float("inf")
+
+
+_registry: WeakValueDictionary[tuple[str, str], Account] = WeakValueDictionary()
+_registry_lock = threading.Lock()
+
+
+def account_of(config: Config, loop: asyncio.AbstractEventLoop) -> Account:
+    """The account of a configuration, the same object for everyone who names the same server and key."""
+    with _registry_lock:
+        account = _registry.get(config.account)
+        if account is None:
+            account = _registry[config.account] = Account(config, loop)
+        return account

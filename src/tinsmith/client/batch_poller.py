@@ -1,0 +1,89 @@
+"""One long poll for all samples of a sampling client, on servers that offer it.
+
+Thousands of waiting samples then need one connection instead of one each. The poller runs while somebody waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from tinsmith.client.connection import Call, Connection
+from tinsmith.client.polling import POLL_TIMEOUT_SECONDS
+from tinsmith.client.retry import Retry
+from tinsmith.client.transport import Traffic
+from tinsmith.types import FutureFinished, FuturesRetrieveRequest, FuturesRetrieveResponse, SamplingSessionFuturesTarget
+from tinsmith.wire import json as wire_json
+
+MIN_INTERVAL_SECONDS = 0.02
+"""Completions that come one by one are gathered for this long, so that they share a poll."""
+MAX_EARLY = 100_000
+
+
+class BatchPoller:
+    def __init__(self, connection: Connection, sampling_session_id: str, clone: int) -> None:
+        self._connection = connection
+        self._target = SamplingSessionFuturesTarget(
+            type="sampling_session", sampling_session_id=sampling_session_id, cloned_sampler_id=clone
+        )
+        self._cursor = 0
+        self._waiters: dict[str, asyncio.Future[int | None]] = {}
+        self._early: dict[str, int | None] = {}
+        """Completions of samples whose submission has not been answered yet."""
+        self._fetched: deque[str] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    async def wait(self, request_id: str) -> int | None:
+        """Waits until the sample is done; gives the size of its result if the server told."""
+        if request_id in self._early:
+            return self._early.pop(request_id)
+        done = asyncio.get_running_loop().create_future()
+        self._waiters[request_id] = done
+        if self._task is None or self._task.done():
+            self._task = self._connection.loop.start_task(self._connection.guard(self._run(), report=False))
+        try:
+            return await done  # type: ignore[no-any-return]
+        finally:
+            self._waiters.pop(request_id, None)
+
+    def fetched(self, request_id: str) -> None:
+        """The result is here; the server may forget it."""
+        self._fetched.append(request_id)
+
+    async def _run(self) -> None:
+        policy = self._connection.retry_policy(self._connection.config.progress_timeout)
+        retry = Retry(policy._replace(max_attempts=1_000_000, max_delay=2.0))
+        try:
+            while self._waiters:
+                self._note(await self._poll(retry))
+                retry.progressed()
+                await asyncio.sleep(MIN_INTERVAL_SECONDS)
+        except Exception as error:  # noqa: BLE001 - it reaches every waiter
+            for waiter in self._waiters.values():
+                if not waiter.done():
+                    waiter.set_exception(error)
+
+    async def _poll(self, retry: Retry) -> FuturesRetrieveResponse:
+        acknowledged = [self._fetched.popleft() for _ in range(len(self._fetched))]
+        request = FuturesRetrieveRequest(
+            target=self._target, prev_cursor=self._cursor, retrieved_request_ids=acknowledged
+        )
+        call = Call(
+            "POST",
+            "/api/v1/retrieve_futures",
+            wire_json.encode(request),
+            Traffic.SESSION,
+            timeout=POLL_TIMEOUT_SECONDS,
+        )
+        response = await self._connection.call(call, retry)
+        return wire_json.decode(FuturesRetrieveResponse, response.body)
+
+    def _note(self, answer: FuturesRetrieveResponse) -> None:
+        self._cursor = answer.cursor
+        for completion in answer.completions:
+            size = completion.response_payload_uncompressed_size if isinstance(completion, FutureFinished) else None
+            waiter = self._waiters.get(completion.request_id)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(size)
+            elif waiter is None and len(self._early) < MAX_EARLY:
+                self._early[completion.request_id] = size

@@ -1,0 +1,144 @@
+"""The one future type: a result that can be waited for, awaited or cancelled, from any thread or loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Generator
+from concurrent.futures import CancelledError, Future, InvalidStateError
+from typing import Any, TypeVar
+
+from tinsmith.client.loop import BackgroundLoop, background_loop
+from tinsmith.errors import WouldDeadlockError
+
+T = TypeVar("T")
+
+_condition_lock = threading.Lock()
+
+
+class APIFuture(Future[T]):
+    """What every operation returns.
+
+    `future.result(timeout)` waits, `await future` awaits, `future.cancel()` gives up: what has not been sent is
+    not sent, what has been sent goes on at the server (samples are stopped there too). A timeout of `result()`
+    leaves the work running; a timeout of `result_async()` cancels it, as asyncio does.
+    """
+
+    request_id: str | None = None
+    """The server's name for the operation, known once it was accepted."""
+
+    def __init__(self, on_cancel: Callable[[], object] | None = None) -> None:
+        # The fields of the base class, but with its lock and condition made on first use: they take more than
+        # a kilobyte, and thousands of futures may be queued that nobody waits for yet.
+        self._state = "PENDING"
+        self._result = None
+        self._exception = None
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
+        self._on_cancel = on_cancel
+
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        try:
+            condition: threading.Condition = self.__dict__["_own_condition"]
+        except KeyError:
+            with _condition_lock:
+                condition = self.__dict__.setdefault("_own_condition", threading.Condition())
+        return condition
+
+    def result(self, timeout: float | None = None) -> T:
+        self._check_can_block()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._check_can_block()
+        return super().exception(timeout)
+
+    async def result_async(self, timeout: float | None = None) -> T:
+        async with asyncio.timeout(timeout):
+            return await self
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
+
+    def future(self) -> Future[T]:
+        """The same object: it is a `concurrent.futures.Future` itself."""
+        return self
+
+    def cancel(self) -> bool:
+        was_cancelled = self.cancelled()
+        cancelled = super().cancel()
+        if cancelled and not was_cancelled and self._on_cancel is not None:
+            self._on_cancel()
+        return cancelled
+
+    def when_cancelled(self, action: Callable[[], object]) -> None:
+        """Sets what cancel() does besides ending the wait. Called by whoever does the work."""
+        self._on_cancel = action
+        if self.cancelled():
+            action()
+
+    def resolve(self, value: T) -> None:
+        """Sets the result, in silence if the caller has given up meanwhile."""
+        try:
+            self.set_result(value)
+        except InvalidStateError:
+            pass
+        self._on_cancel = None
+
+    def fail(self, error: BaseException) -> None:
+        """Sets the error, in silence if the caller has given up meanwhile."""
+        try:
+            self.set_exception(error)
+        except InvalidStateError:
+            pass
+        self._on_cancel = None
+
+    def _check_can_block(self) -> None:
+        if self.done():
+            return
+        if background_loop().is_current_thread():
+            raise WouldDeadlockError(
+                "result() was called on Tinsmith's own event-loop thread (from a hook or a done-callback), where it "
+                "could never return. Do the waiting in another thread, or use `await`."
+            )
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
+        warnings.warn(
+            "result() blocks the running event loop until the operation is done; write `await future` instead.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+AwaitableConcurrentFuture = APIFuture
+
+
+def run(make: Callable[[], Coroutine[Any, Any, T]], loop: BackgroundLoop | None = None) -> APIFuture[T]:
+    """Runs a coroutine on the background loop. Whatever happens to it reaches the future."""
+    loop = loop or background_loop()
+    future: APIFuture[T] = APIFuture()
+    loop.post(_start, loop, make, future)
+    return future
+
+
+def _start(loop: BackgroundLoop, make: Callable[[], Coroutine[Any, Any, T]], future: APIFuture[T]) -> None:
+    if not future.cancelled():
+        task = loop.start_task(settle(make(), future))
+        future.when_cancelled(lambda: loop.cancel_soon(task))
+
+
+async def settle(coroutine: Coroutine[Any, Any, T], future: APIFuture[T]) -> None:
+    """Awaits the coroutine and hands what comes of it to the future."""
+    try:
+        future.resolve(await coroutine)
+    except asyncio.CancelledError:
+        future.fail(CancelledError())
+        raise
+    except BaseException as error:
+        future.fail(error)
+        if not isinstance(error, Exception):
+            raise

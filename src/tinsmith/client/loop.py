@@ -1,0 +1,93 @@
+"""The background event loop that lets sync and async calls share one implementation.
+
+One daemon thread and one asyncio loop per process, started on first use. Threads do not survive a fork, and
+neither does the HTTP library underneath, so use in a forked child fails at once with the remedy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from tinsmith.errors import ForkedProcessError
+
+
+class BackgroundLoop:
+    def __init__(self) -> None:
+        self.asyncio_loop = asyncio.new_event_loop()
+        self._inbox: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
+        self._wake_up_due = False
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread = threading.Thread(target=self.asyncio_loop.run_forever, name="tinsmith", daemon=True)
+        self._thread.start()
+
+    def post(self, callback: Callable[..., object], *args: Any) -> None:
+        """Runs a callback on the loop, in the order of the calls, from whatever thread they come.
+
+        Waking the loop costs a system call, so callbacks that arrive together share one wake-up. Each runs in the
+        context of its caller, so tracing set up there is seen by hooks here.
+        """
+        self._inbox.append((contextvars.copy_context(), callback, args))
+        if not self._wake_up_due:
+            self._wake_up_due = True
+            self.asyncio_loop.call_soon_threadsafe(self._drain)
+
+    def _drain(self) -> None:
+        # Cleared first: whoever appends from here on either is seen below or orders another wake-up.
+        self._wake_up_due = False
+        while self._inbox:
+            context, callback, args = self._inbox.popleft()
+            try:
+                context.run(callback, *args)
+            except Exception as error:  # noqa: BLE001 - one bad callback must not lose the others
+                self.asyncio_loop.call_exception_handler({"message": "tinsmith callback failed", "exception": error})
+
+    def start_task(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Starts a task and keeps it alive. On the loop's thread only."""
+        task = self.asyncio_loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel_soon(self, task: asyncio.Task[Any]) -> None:
+        """Cancels a task from any thread, but not before its first step: an unstarted coroutine cannot clean up."""
+        self.post(self.asyncio_loop.call_soon, task.cancel)
+
+    def is_current_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+
+_lock = threading.Lock()
+_current: BackgroundLoop | None = None
+_forked = False
+
+
+def background_loop() -> BackgroundLoop:
+    """The loop of this process; concurrent first calls create it once."""
+    global _current
+    if _forked:
+        raise ForkedProcessError(
+            "This process was forked from one that had already used Tinsmith, and its network threads do not exist "
+            "here. Start workers with multiprocessing.get_context('spawn') (or 'forkserver'), or make the first "
+            "client after the fork."
+        )
+    if _current is None:
+        with _lock:
+            if _current is None:
+                _current = BackgroundLoop()
+    return _current
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _lock
+    _forked = _forked or _current is not None
+    _lock = threading.Lock()  # the copied one may be held by a thread that does not exist here
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,473 @@
+"""The service client: opens the session and makes the other clients."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from tinsmith.client import futures, loss_graph
+from tinsmith.client.config import Config
+from tinsmith.client.connection import Call, Connection
+from tinsmith.client.console import session_url, sessions_url
+from tinsmith.client.credentials import check_key
+from tinsmith.client.download import ProgressCallback
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.hooks import MODEL_CREATION
+from tinsmith.client.polling import retrieve
+from tinsmith.client.rest import RestClient
+from tinsmith.client.retry import RetryConfig
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.session import FinishStatus, Session
+from tinsmith.client.training import LOAD_WEIGHTS, TrainingClient, json_result
+from tinsmith.client.transport import Traffic
+from tinsmith.errors import InvalidInputError, UnsupportedByServerError
+from tinsmith.types import (
+    AdamOptimizerConfig,
+    CreateCustomLossRequest,
+    CreateCustomLossResponse,
+    CreateModelRequest,
+    CreateModelResponse,
+    CustomLossInputRank,
+    GetServerCapabilitiesResponse,
+    LoadWeightsRequest,
+    LoraConfig,
+    OptimizerConfig,
+    ParsedCheckpointTinkerPath,
+    UntypedAPIFuture,
+    WeightsInfoResponse,
+)
+from tinsmith.wire import json as wire_json
+
+logger = logging.getLogger(__name__)
+
+CREATE_MODEL = json_result("CreateModel", CreateModelResponse)
+CREATE_CUSTOM_LOSS = json_result("CreateCustomLoss", CreateCustomLossResponse)
+EXPORT_SECONDS = 3600
+
+
+class ServiceClient:
+    """The way in. Nothing is sent before the first use; then a session is opened and kept alive until `close()`.
+
+    As a context manager it finishes the session with the right reason when the block is left.
+    """
+
+    def __init__(
+        self,
+        user_metadata: Mapping[str, str] | None = None,
+        project_id: str | None = None,
+        *,
+        display_name: str | None = None,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        default_headers_overrides: Mapping[str, str] | None = None,
+        config: Config | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            names = ", ".join(sorted(kwargs))
+            warnings.warn(f"ServiceClient does not know {names}; ignored.", FutureWarning, stacklevel=2)
+        if config is not None and (project_id or base_url or api_key or default_headers_overrides):
+            raise InvalidInputError("A config was given together with settings it holds; put them into the config.")
+        self._connection = Connection(
+            config
+            or Config.from_env(
+                base_url=base_url, api_key=api_key, project_id=project_id, default_headers=default_headers_overrides
+            )
+        )
+        self._session = Session(self._connection, user_metadata=user_metadata, display_name=display_name)
+        self._traced_losses: set[str] = set()
+        self._traced_lock = threading.Lock()
+        self._closing: APIFuture[None] | None = None
+
+    # Training clients
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new model: `base_model` with a fresh LoRA adapter. Waits until the server has made it."""
+        return self._create_lora(
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+        ).result()
+
+    async def create_lora_training_client_async(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        return await self._create_lora(
+            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
+        )
+
+    def create_training_client_from_state(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        """A new model with saved weights and a fresh optimizer."""
+        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False).result()
+
+    async def create_training_client_from_state_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+        optimizer: OptimizerConfig | None = None,
+    ) -> TrainingClient:
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
+
+    def create_training_client_from_state_with_optimizer(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        """A new model with saved weights and optimizer state: training goes on as if it had not stopped."""
+        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result()
+
+    async def create_training_client_from_state_with_optimizer_async(
+        self,
+        path: str,
+        base_model: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        weights_access_token: str | None = None,
+    ) -> TrainingClient:
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
+
+    # Sampling clients
+
+    def create_sampling_client(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        """Samples from saved weights (`model_path`) or from a base model."""
+        return self._create_sampler(model_path, base_model, retry_config, record_stability_info).result()
+
+    async def create_sampling_client_async(
+        self,
+        model_path: str | None = None,
+        base_model: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+    ) -> SamplingClient:
+        return await self._create_sampler(model_path, base_model, retry_config, record_stability_info)
+
+    # Custom losses
+
+    def create_custom_loss(
+        self, fn: loss_graph.PerDatumLossFn, input_ranks: Mapping[str, CustomLossInputRank]
+    ) -> APIFuture[loss_graph.LossHandle]:
+        """Traces `fn(logprobs, *inputs)`, a loss of one datum, for `TrainingClient.forward_backward_custom`.
+
+        Where the server runs such losses it is uploaded; elsewhere it runs on this machine. The function must be
+        made of torch, math and operator calls, and return a scalar and metrics named `custom/NAME:sum` or `:mean`.
+        """
+        traced = loss_graph.trace_loss(fn, input_ranks)
+        return self._connection.run(lambda: self._register_loss(traced))
+
+    # Weights
+
+    def copy_weights(
+        self, path: str, *, ttl_seconds: int | None = None, weights_access_token: str | None = None
+    ) -> APIFuture[str]:
+        """Copies a checkpoint into this client's project and gives the new path."""
+        return self.rest.copy_weights(path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token)
+
+    def download_checkpoint(
+        self, path: str, folder: str | Path, on_progress: ProgressCallback | None = None
+    ) -> list[Path]:
+        """Fetches a checkpoint as files into a folder; called again after an interruption, it goes on.
+
+        A training checkpoint is loaded into a new run and exported for the time of the download.
+        """
+        return self._download(path, Path(folder), on_progress).result()
+
+    async def download_checkpoint_async(
+        self, path: str, folder: str | Path, on_progress: ProgressCallback | None = None
+    ) -> list[Path]:
+        return await self._download(path, Path(folder), on_progress)
+
+    # Information
+
+    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+        """Which models can be trained and sampled."""
+        return self._connection.run(self._capabilities).result()
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await self._connection.run(self._capabilities)
+
+    def get_console_url(self) -> str:
+        session_id = self._session.session_id
+        return session_url(session_id) if session_id else sessions_url()
+
+    @property
+    def rest(self) -> RestClient:
+        """A REST client on the same connection."""
+        return RestClient(self._connection)
+
+    def create_rest_client(self) -> RestClient:
+        """Deprecated: use `RestClient()` or the property `rest`."""
+        warnings.warn("create_rest_client() is deprecated; use RestClient().", FutureWarning, stacklevel=2)
+        return self.rest
+
+    @property
+    def holder(self) -> Session:
+        """Kept for old callers: the session, opened if it was not."""
+        futures.run(self._session.open, self._connection.loop).result()
+        return self._session
+
+    def get_telemetry(self) -> None:
+        """Kept for old callers; there is nothing to get."""
+
+    # Closing
+
+    def close(self, status: FinishStatus, detail: str | None = None) -> APIFuture[None]:
+        """Finishes the session with a reason (the first one counts) and closes all clients made from this one.
+
+        Futures that are not done then fail with `ClientClosedError`, as does every later call.
+        """
+        if status not in ("success", "errored", "interrupted"):
+            raise InvalidInputError(
+                f"status is {status!r}; it must be 'success', 'errored' or 'interrupted'.",
+                field="status",
+                value=status,
+            )
+        if self._closing is None:
+            self._closing = futures.run(lambda: self._close(status, detail), self._connection.loop)
+        return self._closing
+
+    def __enter__(self) -> Self:
+        self._connection.check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(_status(kind)).result()
+
+    async def __aenter__(self) -> Self:
+        self._connection.check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close(_status(kind))
+
+    def __repr__(self) -> str:
+        return f"ServiceClient(base_url={self._connection.config.base_url!r}, session={self._session.session_id!r})"
+
+    # How it is done
+
+    async def _close(self, status: FinishStatus, detail: str | None) -> None:
+        await self._session.finish(status, detail)
+        await self._connection.close()
+
+    def _create_lora(
+        self,
+        base_model: str,
+        rank: int,
+        seed: int | None,
+        train_mlp: bool,
+        train_attn: bool,
+        train_unembed: bool,
+        user_metadata: Mapping[str, str] | None,
+        optimizer: OptimizerConfig | None,
+    ) -> APIFuture[TrainingClient]:
+        if not (train_mlp or train_attn or train_unembed):
+            raise InvalidInputError("Nothing would be trained: set one of train_mlp, train_attn, train_unembed.")
+        lora = LoraConfig(
+            rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn
+        )
+        metadata = None if user_metadata is None else dict(user_metadata)
+        number = next(self._session.model_numbers)
+        return self._connection.run(
+            lambda: self._create_model(number, base_model, lora, metadata, optimizer or AdamOptimizerConfig())
+        )
+
+    async def _create_model(
+        self,
+        number: int,
+        base_model: str,
+        lora: LoraConfig,
+        user_metadata: dict[str, str] | None,
+        optimizer: OptimizerConfig,
+    ) -> TrainingClient:
+        request = CreateModelRequest(
+            session_id=await self._session.open(),
+            model_seq_id=number,
+            base_model=base_model,
+            user_metadata=user_metadata,
+            lora_config=lora,
+            optimizer_config=optimizer,
+        )
+        answer = await self._submit("/api/v1/create_model", request)
+        created = await retrieve(self._connection, CREATE_MODEL, answer.request_id, subject=MODEL_CREATION)
+        logger.info("Model %s is ready.", created.model_id)
+        return TrainingClient(self._session, number, created.model_id)
+
+    def _from_state(
+        self,
+        path: str,
+        base_model: str | None,
+        user_metadata: Mapping[str, str] | None,
+        token: str | None,
+        optimizer: OptimizerConfig | None,
+        with_optimizer: bool,
+    ) -> APIFuture[TrainingClient]:
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        metadata = None if user_metadata is None else dict(user_metadata)
+        number = next(self._session.model_numbers)
+
+        async def create() -> TrainingClient:
+            if (await self._connection.flags()).create_model_via_load_weights:
+                request = LoadWeightsRequest(
+                    session_id=await self._session.open(),
+                    model_seq_id=number,
+                    base_model=base_model,
+                    user_metadata=metadata,
+                    path=path,
+                    optimizer=with_optimizer,
+                    optimizer_config=optimizer,
+                    weights_access_token=token,
+                )
+                return await self._create_by_loading(number, request)
+            info = await self._weights_info(path, token)
+            family = info.optimizer_config if with_optimizer else optimizer or AdamOptimizerConfig()
+            client = await self._create_model(
+                number, base_model or info.base_model, _lora_of(path, info), metadata, family
+            )
+            await client.load(path, token, optimizer=with_optimizer)
+            return client
+
+        return self._connection.run(create)
+
+    async def _create_by_loading(self, number: int, request: LoadWeightsRequest) -> TrainingClient:
+        answer = await self._submit("/api/v1/load_weights", request)
+        await retrieve(self._connection, LOAD_WEIGHTS, answer.request_id, subject=MODEL_CREATION)
+        return TrainingClient(self._session, number, f"{request.session_id}:train:{number}")
+
+    async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
+        """Asked with the other account's credential if one was given, for only that one may know."""
+        connection = self._connection
+        if token is not None:
+            other = msgspec.structs.replace(connection.config, api_key=check_key(token, "weights_access_token"))
+            connection = Connection(other, connection.loop)
+        call = Call("POST", "/api/v1/weights_info", wire_json.encode({"tinker_path": path}))
+        return await connection.call_for(WeightsInfoResponse, call)
+
+    def _create_sampler(
+        self,
+        model_path: str | None,
+        base_model: str | None,
+        retry_config: RetryConfig | None,
+        record_stability_info: bool,
+    ) -> APIFuture[SamplingClient]:
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    async def _register_loss(self, traced: loss_graph.TracedLoss) -> loss_graph.LossHandle:
+        handle = traced.in_session(await self._session.open())
+        with self._traced_lock:
+            if handle.key in self._traced_losses:
+                raise InvalidInputError(
+                    f"The loss {handle.name!r} was created in this session already; keep and reuse its handle.",
+                    field="fn",
+                    value=handle.name,
+                )
+            self._traced_losses.add(handle.key)
+        if not (await self._connection.flags()).custom_loss_server_side:
+            return handle
+        request = CreateCustomLossRequest(
+            session_id=handle.session_id,
+            custom_loss_seq_id=next(self._session.loss_numbers),
+            name=handle.name,
+            inputs=list(handle.inputs),
+            graph=handle.graph,
+        )
+        answer = await self._submit("/api/v1/create_custom_loss", request)
+        created = await retrieve(self._connection, CREATE_CUSTOM_LOSS, answer.request_id, subject="Custom loss")
+        return dataclasses.replace(handle, loss_id=created.loss_id)
+
+    def _download(
+        self, path: str, folder: Path, on_progress: ProgressCallback | None
+    ) -> APIFuture[list[Path]]:
+        kind = ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type
+        if kind == "sampler":
+            raise InvalidInputError(
+                f"{path} holds sampler weights, which cannot be downloaded. Download a training checkpoint "
+                "(.../weights/...) or an export (.../external_weights/...).",
+                field="path",
+                value=path,
+            )
+        if kind == "external":
+            return self.rest.download_external_weights(path, folder, on_progress)
+        return self._connection.run(lambda: self._export_and_download(path, folder, on_progress))
+
+    async def _export_and_download(
+        self, path: str, folder: Path, on_progress: ProgressCallback | None
+    ) -> list[Path]:
+        client = await self.create_training_client_from_state_async(path)
+        exported = (await client.save_weights_external("download", ttl_seconds=EXPORT_SECONDS)).path
+        try:
+            return await self.rest.download_external_weights(exported, folder, on_progress)
+        finally:
+            await self.rest.delete_checkpoint_from_tinker_path(exported)
+
+    async def _submit(self, path: str, request: Any) -> UntypedAPIFuture:
+        return await self._connection.call_for(UntypedAPIFuture, Call("POST", path, wire_json.encode(request)))
+
+    async def _capabilities(self) -> GetServerCapabilitiesResponse:
+        call = Call("GET", "/api/v1/get_server_capabilities", traffic=Traffic.REST)
+        return await self._connection.call_for(GetServerCapabilitiesResponse, call)
+
+
+def _status(kind: type[BaseException] | None) -> FinishStatus:
+    if kind is None:
+        return "success"
+    return "errored" if issubclass(kind, Exception) else "interrupted"
+
+
+def _lora_of(path: str, info: WeightsInfoResponse) -> LoraConfig:
+    if not info.is_lora or info.lora_rank is None:
+        raise UnsupportedByServerError(f"{path} holds no LoRA adapter, so no training client can be made from it.")
+    return LoraConfig(
+        rank=info.lora_rank,
+        train_unembed=info.train_unembed is not False,
+        train_mlp=info.train_mlp is not False,
+        train_attn=info.train_attn is not False,
+    )

@@ -1,0 +1,570 @@
+"""The training client: one model being trained."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import warnings
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+
+from tinsmith.client import chunks, custom_loss, loss_graph
+from tinsmith.client.connection import Call
+from tinsmith.client.console import training_run_url
+from tinsmith.client.futures import APIFuture
+from tinsmith.client.hooks import TRAINING
+from tinsmith.client.polling import ResultKind, retrieve
+from tinsmith.client.retry import RetryConfig
+from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.session import Session
+from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
+from tinsmith.client.turns import Operation, Submission, TurnQueue
+from tinsmith.errors import InvalidInputError, InvalidTypeError, UnsupportedByServerError
+from tinsmith.types import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    GetInfoRequest,
+    GetInfoResponse,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    LossFnType,
+    OptimParams,
+    OptimStepRequest,
+    OptimStepResponse,
+    ParsedCheckpointTinkerPath,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    UnloadModelRequest,
+    UnloadModelResponse,
+    UntypedAPIFuture,
+)
+from tinsmith.types._model import Model
+from tinsmith.types.training import check_loss_fn
+from tinsmith.wire import json as wire_json
+from tinsmith.wire import proto as wire_proto
+
+if TYPE_CHECKING:
+    from tinsmith.client.fast_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Model)
+
+CustomLossFn = custom_loss.TorchLossFn | custom_loss.NumpyLossFn | loss_graph.LossHandle
+
+MAX_AGE_RECIPIENTS = 10
+
+
+def json_result(request_type: str, result_type: type[M]) -> ResultKind[M]:
+    return ResultKind(request_type, functools.partial(wire_json.decode, result_type))
+
+
+OPTIM_STEP = json_result("OptimStep", OptimStepResponse)
+SAVE_WEIGHTS = json_result("SaveWeights", SaveWeightsResponse)
+SAVE_WEIGHTS_FOR_SAMPLER = json_result("SaveWeightsForSampler", SaveWeightsForSamplerResponseInternal)
+SAVE_WEIGHTS_EXTERNAL = json_result("SaveWeightsExternal", SaveWeightsExternalResponse)
+LOAD_WEIGHTS = json_result("LoadWeights", LoadWeightsResponse)
+UNLOAD_MODEL = json_result("UnloadModel", UnloadModelResponse)
+FORWARD = json_result("Forward", ForwardBackwardOutput)._replace(
+    from_protobuf=wire_proto.decode_forward_backward_output
+)
+FORWARD_BACKWARD = FORWARD._replace(request_type="ForwardBackward")
+
+
+class TrainingClient:
+    """Made by `ServiceClient.create_lora_training_client()` and its relatives.
+
+    Operations run on the server in the order in which they are called here, whatever thread calls them, and each
+    returns a future at once, so that the next one can be sent before the last one is done. Twins with `_async` return
+    the same future from a coroutine.
+    """
+
+    def __init__(self, session: Session, model_seq_id: int, model_id: str) -> None:
+        self.model_id = model_id
+        self._session = session
+        self._model_seq_id = model_seq_id
+        self._connection = session.connection
+        self._turns = TurnQueue(session.connection, session.connection.config.max_inflight)
+
+    # Forward and backward
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Computes the loss without gradients."""
+        return self._turns.add(self._forward_backward(data, loss_fn, loss_fn_config, forward_only=True))
+
+    async def forward_async(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward(data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Computes the loss and adds its gradients to those accumulated since the last `optim_step`."""
+        return self._turns.add(self._forward_backward(data, loss_fn, loss_fn_config, forward_only=False))
+
+    async def forward_backward_async(
+        self, data: Sequence[Datum], loss_fn: LossFnType, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward_backward(data, loss_fn, loss_fn_config)
+
+    def forward_backward_custom(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLossFn,
+        *,
+        loss_type_input: str | None = None,
+        framework: Literal["torch", "numpy"] = "torch",
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Trains on a loss of your own: a function, or a handle from `ServiceClient.create_custom_loss`.
+
+        With `framework="torch"` the function takes the data and a list of log-probability tensors and returns a scalar
+        tensor and metrics; its gradients come from autograd. With `framework="numpy"` it takes arrays and returns the
+        loss, one gradient array per datum, and metrics. It runs in a thread of its own on this machine, between a
+        forward and a backward pass; operations called later wait for it.
+        """
+        _check_loss_type_input(loss_type_input)
+        data = _checked_data(data)
+        if isinstance(loss_fn, loss_graph.LossHandle):
+            loss_graph.check_handle_data(loss_fn, data)
+            self._check_handle_session(loss_fn)
+            if loss_fn.loss_id is not None:
+                return self.forward_backward(data, "custom", {"loss_id": loss_fn.loss_id})
+            compute = functools.partial(loss_graph.handle_loss, loss_fn, data)
+        elif framework == "numpy":
+            compute = functools.partial(custom_loss.numpy_loss, loss_fn, data)  # type: ignore[arg-type]
+        else:
+            custom_loss.import_torch()
+            compute = functools.partial(custom_loss.torch_loss, loss_fn, data)  # type: ignore[arg-type]
+        forward = self.forward(custom_loss.forward_data(data), "cross_entropy")
+        return self._turns.add(self._custom_backward(data, forward, compute))
+
+    async def forward_backward_custom_async(
+        self,
+        data: Sequence[Datum],
+        loss_fn: CustomLossFn,
+        *,
+        loss_type_input: str | None = None,
+        framework: Literal["torch", "numpy"] = "torch",
+    ) -> APIFuture[ForwardBackwardOutput]:
+        return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, framework=framework)
+
+    # The optimizer
+
+    def optim_step(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """Updates the weights with the accumulated gradients and clears these."""
+        if optim_params is not None and adam_params is not None:
+            raise InvalidInputError("Both optim_params and adam_params were given; pass one of them.")
+        params = optim_params if optim_params is not None else adam_params
+        if params is None or not hasattr(params, "learning_rate"):
+            raise InvalidTypeError(
+                f"optim_step needs optimizer parameters such as AdamParams(learning_rate=1e-4), not {params!r}.",
+                field="optim_params",
+                value=params,
+            )
+        request = OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=1)
+        return self._operate("/api/v1/optim_step", request, OPTIM_STEP)
+
+    async def optim_step_async(
+        self, optim_params: OptimParams | None = None, *, adam_params: AdamParams | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        return self.optim_step(optim_params, adam_params=adam_params)
+
+    # Saving and loading
+
+    def save_state(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        """Saves weights and optimizer state, so that training can be resumed from here.
+
+        Overwriting replaces the metadata as a whole. `ttl_seconds` is 3,600 to ten years; None never expires.
+        """
+        request = SaveWeightsRequest(
+            model_id=self.model_id,
+            path=name,
+            seq_id=1,
+            ttl_seconds=ttl_seconds,
+            overwrite=overwrite,
+            user_metadata=_dict(user_metadata),
+        )
+        return self._operate("/api/v1/save_weights", request, SAVE_WEIGHTS)
+
+    async def save_state_async(
+        self,
+        name: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> APIFuture[SaveWeightsResponse]:
+        return self.save_state(name, ttl_seconds, overwrite, user_metadata)
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        """Saves weights for sampling, without optimizer state."""
+        request = SaveWeightsForSamplerRequest(
+            model_id=self.model_id, path=name, seq_id=1, ttl_seconds=ttl_seconds, user_metadata=_dict(user_metadata)
+        )
+        return self._operate("/api/v1/save_weights_for_sampler", request, SAVE_WEIGHTS_FOR_SAMPLER, _public_save)
+
+    async def save_weights_for_sampler_async(
+        self, name: str, ttl_seconds: int | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[SaveWeightsForSamplerResponse]:
+        return self.save_weights_for_sampler(name, ttl_seconds, user_metadata)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: Sequence[str] | None = None
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        """Exports the weights as files for other tools, encrypted for up to ten `age` recipients if given."""
+        recipients = None if age_encryption_recipients is None else list(age_encryption_recipients)
+        if recipients is not None and len(recipients) > MAX_AGE_RECIPIENTS:
+            raise InvalidInputError(
+                f"{len(recipients)} age recipients were given; at most {MAX_AGE_RECIPIENTS} are possible.",
+                field="age_encryption_recipients",
+                value=len(recipients),
+            )
+        request = SaveWeightsExternalRequest(
+            model_id=self.model_id,
+            path=name,
+            seq_id=1,
+            ttl_seconds=ttl_seconds,
+            age_encryption_recipients=recipients,
+        )
+        return self._operate("/api/v1/save_weights_external", request, SAVE_WEIGHTS_EXTERNAL)
+
+    async def save_weights_external_async(
+        self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: Sequence[str] | None = None
+    ) -> APIFuture[SaveWeightsExternalResponse]:
+        return self.save_weights_external(name, ttl_seconds, age_encryption_recipients)
+
+    def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
+        """Deprecated: use `ServiceClient.create_training_client_from_state`."""
+        _warn_of_load_state("create_training_client_from_state")
+        return self.load(path, weights_access_token, optimizer=False)
+
+    async def load_state_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        _warn_of_load_state("create_training_client_from_state")
+        return self.load(path, weights_access_token, optimizer=False)
+
+    def load_state_with_optimizer(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        """Deprecated: use `ServiceClient.create_training_client_from_state_with_optimizer`."""
+        _warn_of_load_state("create_training_client_from_state_with_optimizer")
+        return self.load(path, weights_access_token, optimizer=True)
+
+    async def load_state_with_optimizer_async(
+        self, path: str, weights_access_token: str | None = None
+    ) -> APIFuture[LoadWeightsResponse]:
+        _warn_of_load_state("create_training_client_from_state_with_optimizer")
+        return self.load(path, weights_access_token, optimizer=True)
+
+    # Sampling
+
+    def save_weights_and_get_sampling_client(
+        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """A sampler of the present weights, which later training does not change. `name` has no effect."""
+        return self._snapshot(name, retry_config, record_stability_info).result()
+
+    async def save_weights_and_get_sampling_client_async(
+        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        return await self._snapshot(name, retry_config, record_stability_info)
+
+    def create_sampling_client(
+        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        """A sampler of saved weights."""
+        return self._sampler(model_path, retry_config, record_stability_info).result()
+
+    async def create_sampling_client_async(
+        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+    ) -> SamplingClient:
+        return await self._sampler(model_path, retry_config, record_stability_info)
+
+    # Information
+
+    def get_info(self) -> GetInfoResponse:
+        return self._connection.run(self._get_info).result()
+
+    async def get_info_async(self) -> GetInfoResponse:
+        return await self._connection.run(self._get_info)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model, from a process-wide cache. It turns text into ids and applies no template."""
+        return self._connection.run(self._get_tokenizer).result()
+
+    async def get_tokenizer_async(self) -> Tokenizer:
+        return await self._connection.run(self._get_tokenizer)
+
+    def get_console_url(self) -> str:
+        return training_run_url(self.model_id)
+
+    def get_telemetry(self) -> None:
+        """Kept for old callers; there is nothing to get."""
+
+    def unload_model(self) -> APIFuture[UnloadModelResponse]:
+        """Frees the model on servers that have this call. Saved checkpoints stay."""
+        return self._connection.run(self._unload)
+
+    async def unload_model_async(self) -> APIFuture[UnloadModelResponse]:
+        return self.unload_model()
+
+    def __copy__(self) -> NoReturn:
+        _refuse_copy()
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        _refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        _refuse_copy()
+
+    def __repr__(self) -> str:
+        return f"TrainingClient(model_id={self.model_id!r})"
+
+    # How operations are made
+
+    def _operate(
+        self,
+        path: str,
+        request: Any,
+        kind: ResultKind[Any],
+        transform: Callable[[Any], Any] = lambda result: result,
+    ) -> APIFuture[Any]:
+        """An operation that is one JSON request. The request was built by the caller, so bad input is raised there."""
+
+        async def prepare() -> Sequence[Submission]:
+            return [JsonSubmission(self._connection, path, request)]
+
+        async def collect(answers: Sequence[UntypedAPIFuture]) -> Any:
+            return transform(await self._retrieve(kind, answers[0]))
+
+        return self._turns.add(Operation(prepare=prepare, collect=collect))
+
+    def _forward_backward(
+        self, data: Sequence[Datum], loss_fn: LossFnType, config: LossConfig | None, *, forward_only: bool
+    ) -> Operation[ForwardBackwardOutput]:
+        data = _checked_data(data)
+        check_loss_fn(loss_fn)
+
+        async def prepare() -> Sequence[Submission]:
+            return await self._encode(data, loss_fn, config, forward_only=forward_only)
+
+        return self._data_operation(prepare, data, FORWARD if forward_only else FORWARD_BACKWARD)
+
+    def _custom_backward(
+        self,
+        data: Sequence[Datum],
+        forward: APIFuture[ForwardBackwardOutput],
+        compute: Callable[[Sequence[custom_loss.FloatArray]], custom_loss.LossResult],
+    ) -> Operation[ForwardBackwardOutput]:
+        """The second half of a custom loss: it takes its place in line now, and its data once the loss is known."""
+        computed: list[custom_loss.LossResult] = []
+
+        def weigh(output: ForwardBackwardOutput) -> list[Datum]:
+            computed.append(compute(custom_loss.logprobs_from(output, data)))
+            return custom_loss.backward_data(data, computed[0].gradients)
+
+        async def prepare() -> Sequence[Submission]:
+            weighted = await asyncio.to_thread(weigh, await forward)
+            return await self._encode(weighted, "cross_entropy", None, forward_only=False)
+
+        operation = self._data_operation(prepare, data, FORWARD_BACKWARD)
+        collect = operation.collect
+
+        async def collect_with_metrics(answers: Sequence[UntypedAPIFuture]) -> ForwardBackwardOutput:
+            return custom_loss.with_custom_metrics(await collect(answers), computed[0])
+
+        operation.collect = collect_with_metrics
+        return operation
+
+    def _data_operation(
+        self,
+        prepare: Callable[[], Coroutine[Any, Any, Sequence[Submission]]],
+        data: Sequence[Datum],
+        kind: ResultKind[ForwardBackwardOutput],
+    ) -> Operation[ForwardBackwardOutput]:
+        async def collect(answers: Sequence[UntypedAPIFuture]) -> ForwardBackwardOutput:
+            return chunks.join(await _all(self._retrieve(kind, answer) for answer in answers))
+
+        return Operation(
+            prepare=prepare,
+            collect=collect,
+            byte_cost=sum(map(chunks.byte_size, data)),
+            in_parallel=self._sends_chunks_together,
+        )
+
+    async def _encode(
+        self, data: Sequence[Datum], loss_fn: LossFnType, config: LossConfig | None, *, forward_only: bool
+    ) -> Sequence[Submission]:
+        flags = await self._connection.flags()
+        runs = chunks.split(data, flags.fwdbwd_max_chunk_len, flags.fwdbwd_max_chunk_bytes_count)
+        submissions = [
+            ForwardBackwardSubmission(
+                self._connection, self.model_id, run, loss_fn, config, forward_only, flags.proto_compress_fwdbwd
+            )
+            for run in runs
+        ]
+        loop = asyncio.get_running_loop()
+        for submission in submissions:
+            await loop.run_in_executor(_encoders(), submission.encode)
+        return submissions
+
+    def _sends_chunks_together(self) -> bool:
+        flags = self._connection.account.flags
+        chosen = self._connection.config.parallel_chunks
+        return chosen if chosen is not None else flags is None or flags.parallel_fwdbwd_chunks
+
+    async def _retrieve(self, kind: ResultKind[T], answer: UntypedAPIFuture) -> T:
+        return await retrieve(self._connection, kind, answer.request_id, subject=TRAINING)
+
+    def load(self, path: str, weights_access_token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
+        """Replaces the weights by saved ones. The service client does this right after it has made the model."""
+        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        request = LoadWeightsRequest(
+            model_id=self.model_id, seq_id=1, path=path, optimizer=optimizer, weights_access_token=weights_access_token
+        )
+        return self._operate("/api/v1/load_weights", request, LOAD_WEIGHTS)
+
+    def _snapshot(
+        self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
+    ) -> APIFuture[SamplingClient]:
+        if name is not None:
+            warnings.warn("name has no effect here; call it without.", FutureWarning, stacklevel=3)
+        request = SaveWeightsForSamplerRequest(
+            model_id=self.model_id, sampling_session_seq_id=next(self._session.sampler_numbers), seq_id=1
+        )
+
+        def sampler(result: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
+            if result.sampling_session_id is None:
+                raise UnsupportedByServerError("The server saved the weights but opened no sampling session for them.")
+            return SamplingClient(
+                self._session,
+                sampling_session_id=result.sampling_session_id,
+                retry_config=retry_config,
+                record_stability_info=record_stability_info,
+            )
+
+        return self._operate("/api/v1/save_weights_for_sampler", request, SAVE_WEIGHTS_FOR_SAMPLER, sampler)
+
+    def _sampler(
+        self, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
+    ) -> APIFuture[SamplingClient]:
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
+
+    async def _get_info(self) -> GetInfoResponse:
+        body = wire_json.encode(GetInfoRequest(model_id=self.model_id))
+        return await self._connection.call_for(GetInfoResponse, Call("POST", "/api/v1/get_info", body))
+
+    async def _get_tokenizer(self) -> Tokenizer:
+        from tinsmith.client.tokenizers import get_tokenizer
+
+        model = (await self._get_info()).model_data
+        name = model.model_name or model.tokenizer_id
+        if name is None:
+            raise UnsupportedByServerError(
+                "The server names neither a model nor a tokenizer for this run; load a tokenizer yourself."
+            )
+        return await asyncio.to_thread(get_tokenizer, name, model.tokenizer_id)
+
+    async def _unload(self) -> UnloadModelResponse:
+        body = wire_json.encode(UnloadModelRequest(model_id=self.model_id))
+        answer = await self._connection.call_for(UntypedAPIFuture, Call("POST", "/api/v1/unload_model", body))
+        return await self._retrieve(UNLOAD_MODEL, answer)
+
+    def _check_handle_session(self, handle: loss_graph.LossHandle) -> None:
+        if handle.session_id != self._session.session_id:
+            raise InvalidInputError(
+                f"The loss {handle.name!r} belongs to session {handle.session_id}, and this client to session "
+                f"{self._session.session_id}. Create the loss with the ServiceClient that made this client.",
+                field="loss_fn",
+                value=handle.session_id,
+            )
+
+
+def _checked_data(data: Sequence[Datum]) -> list[Datum]:
+    items = list(data)
+    if not items:
+        raise InvalidInputError("data is empty; pass at least one Datum.", field="data", value=data)
+    for index, datum in enumerate(items):
+        if not isinstance(datum, Datum):
+            raise InvalidTypeError(
+                f"data[{index}] is a {type(datum).__name__}, not a Datum.", field=f"data[{index}]", value=datum
+            )
+    return items
+
+
+def _check_loss_type_input(value: str | None) -> None:
+    if value is None:
+        return
+    warnings.warn("loss_type_input is deprecated; leave it out.", FutureWarning, stacklevel=3)
+    if value != "logprobs":
+        raise InvalidInputError(
+            f"loss_type_input is {value!r}; only 'logprobs' is possible.", field="loss_type_input", value=value
+        )
+
+
+def _warn_of_load_state(replacement: str) -> None:
+    warnings.warn(
+        f"Loading into an existing training client is deprecated; use ServiceClient.{replacement}().",
+        FutureWarning,
+        stacklevel=3,
+    )
+
+
+def _public_save(result: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponse:
+    if result.path is None:
+        raise UnsupportedByServerError("The server saved the weights but named no path for them.")
+    return SaveWeightsForSamplerResponse(path=result.path)
+
+
+def _dict(metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if metadata is None else dict(metadata)
+
+
+async def _all(coroutines: Any) -> list[Any]:
+    """Awaits all of them; the first error ends the others too."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@functools.cache
+def _encoders() -> ThreadPoolExecutor:
+    """Threads for encoding alone, so that user code in other threads cannot hold it up."""
+    return ThreadPoolExecutor(max_workers=2, thread_name_prefix="tinsmith-encode")
+
+
+def _refuse_copy() -> NoReturn:
+    raise TypeError(
+        "A TrainingClient cannot be copied or pickled: two copies would give the same number to different operations. "
+        "Share the object between threads, or create another client from a saved state."
+    )

@@ -1,0 +1,166 @@
+"""One request in, one reply out: the only module that knows the HTTP library.
+
+Each class of traffic has its own connection pool, so that thousands of waiting polls never delay a training call.
+Redirects are not followed here: the credential travels in a header of our own, which must not reach another host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tinsmith.client.config import Config
+from tinsmith.errors import APIConnectionError, APITimeoutError, ConfigError, RequestSummary
+
+if TYPE_CHECKING:
+    import pyqwest
+
+IDLE_SECONDS = 60.0
+
+
+class Traffic(enum.Enum):
+    """A class of requests with a pool of its own; the value is how many may be in flight at once."""
+
+    SESSION = ("session", 50)
+    TRAIN = ("train", 50)
+    SAMPLE = ("sample", 400)
+    POLL = ("poll", 900)
+    REST = ("rest", 50)
+    TELEMETRY = ("telemetry", 4)
+
+    @property
+    def max_in_flight(self) -> int:
+        return self.value[1]
+
+
+class HttpRequest(NamedTuple):
+    method: str
+    url: str
+    headers: Mapping[str, str]
+    body: bytes
+    timeout: float
+
+    @property
+    def summary(self) -> RequestSummary:
+        return RequestSummary(self.method, self.url)
+
+
+class HttpResponse(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    """Looked up without regard to case."""
+    body: bytes
+
+
+class Transport:
+    """The pools of one account. Made on the background loop, used there only."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._pools: dict[Traffic, _Pool] = {}
+
+    async def send(self, traffic: Traffic, request: HttpRequest) -> HttpResponse:
+        pool = self._pool(traffic)
+        async with pool.slots:
+            with _translated_errors(request):
+                async with asyncio.timeout(request.timeout):
+                    reply = await pool.client.execute(request.method, request.url, request.headers, request.body)
+        return HttpResponse(reply.status, reply.headers, reply.content)
+
+    @contextlib.asynccontextmanager
+    async def stream(
+        self, traffic: Traffic, request: HttpRequest
+    ) -> AsyncIterator[tuple[HttpResponse, AsyncIterator[bytes]]]:
+        """A reply whose body is read piece by piece; the timeout bounds each wait, not the whole."""
+        with _translated_errors(request):
+            async with contextlib.AsyncExitStack() as stack:
+                client = self._pool(traffic).client
+                async with asyncio.timeout(request.timeout):
+                    reply = await stack.enter_async_context(
+                        client.stream(request.method, request.url, request.headers, request.body)
+                    )
+                yield HttpResponse(reply.status, reply.headers, b""), _pieces(reply, request.timeout)
+
+    async def close(self) -> None:
+        for pool in self._pools.values():
+            await pool.transport.aclose()
+        self._pools.clear()
+
+    def _pool(self, traffic: Traffic) -> _Pool:
+        if traffic not in self._pools:
+            self._pools[traffic] = _open_pool(self._config, traffic)
+        return self._pools[traffic]
+
+
+class _Pool(NamedTuple):
+    transport: Any
+    client: Any
+    slots: asyncio.Semaphore
+
+
+def _open_pool(config: Config, traffic: Traffic) -> _Pool:
+    import pyqwest  # here, so that importing the package costs nothing
+
+    limit = min(traffic.max_in_flight, _open_file_limit() // 2)
+    transport = pyqwest.HTTPTransport(
+        tls_include_system_certs=True,
+        proxy=config.proxy,
+        connect_timeout=config.connect_timeout,
+        pool_idle_timeout=IDLE_SECONDS,
+        pool_max_idle_per_host=limit,
+        use_system_dns=True,
+        follow_redirects=False,
+        enable_otel=False,
+    )
+    return _Pool(transport, pyqwest.Client(transport), asyncio.Semaphore(limit))
+
+
+def _open_file_limit() -> int:
+    try:
+        import resource
+    except ImportError:  # no such limit on Windows
+        return 4096
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+async def _pieces(reply: pyqwest.Response, timeout: float) -> AsyncIterator[bytes]:
+    content = reply.content
+    while True:
+        try:
+            async with asyncio.timeout(timeout):
+                piece = await anext(content)
+        except StopAsyncIteration:
+            return
+        yield bytes(piece)
+
+
+@contextlib.contextmanager
+def _translated_errors(request: HttpRequest) -> Iterator[None]:
+    """Foreign errors become ours in one place; what the library says is kept as the reason."""
+    import pyqwest
+
+    try:
+        yield
+    except TimeoutError as error:
+        raise APITimeoutError(
+            request.summary, f"{request.method} {request.url} gave no answer within {request.timeout:g} s."
+        ) from error
+    except (
+        ConnectionError,
+        pyqwest.RemoteProtocolError,
+        pyqwest.ReadError,
+        pyqwest.WriteError,
+        pyqwest.StreamError,
+    ) as error:
+        raise APIConnectionError(request.summary, f"{request.method} {request.url} failed: {_reason(error)}") from error
+    except ValueError as error:
+        raise ConfigError(f"{request.method} {request.url} cannot be sent: {error}") from error
+
+
+def _reason(error: Exception) -> str:
+    """The innermost cause: the library prints the whole chain, outermost first."""
+    return str(error).rsplit(": ", 1)[-1] or type(error).__name__

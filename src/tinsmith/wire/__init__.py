@@ -1,0 +1,1 @@
+"""The wire formats: how types become bytes and bytes become types."""

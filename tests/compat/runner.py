@@ -1,0 +1,85 @@
+"""Runs scripts with one package in a process of its own: `python -m tests.compat.runner tinker`.
+
+Importing the official package costs seconds, so one process serves all scripts. The parent writes one JSON line
+per script, `{"script": name, "url": url}`, and reads one line with the result or the error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+from typing import Any
+
+_ROOT = Path(__file__).parents[2]
+_TIMEOUT = 60.0
+
+
+class ScriptFailed(Exception):
+    """A script ended with an error nobody expected; the text is its traceback."""
+
+
+class Runner:
+    """The parent's end of such a process."""
+
+    def __init__(self, package: str) -> None:
+        self.package = package
+        self._home = tempfile.TemporaryDirectory()
+        # Nothing of the developer's own settings or credentials may leak into a comparison.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKER")}
+        environment |= {"HOME": self._home.name, "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.compat.runner", package],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, script: str, url: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"script": script, "url": url}) + "\n")
+        self._process.stdin.flush()
+        # A script that hangs must fail the test, not the whole run.
+        timer = threading.Timer(_TIMEOUT, self._process.kill)
+        timer.start()
+        line = self._process.stdout.readline()
+        timer.cancel()
+        if not line:
+            raise ScriptFailed(f"{script} with {self.package} killed its process, or took over {_TIMEOUT:.0f} s")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ScriptFailed(f"{script} with {self.package}:\n{answer['error']}")
+        return answer["result"]
+
+    def close(self) -> None:
+        with self._process:
+            self._process.kill()
+        self._home.cleanup()
+
+
+def serve(package: str) -> None:
+    from tests.compat.scripts import SCRIPTS
+
+    answers, sys.stdout = sys.stdout, sys.stderr
+    module = importlib.import_module(package)
+    for line in sys.stdin:
+        job = json.loads(line)
+        try:
+            answer = {"result": SCRIPTS[job["script"]](module, job["url"])}
+        except Exception:  # noqa: BLE001 - the parent reports it
+            answer = {"error": traceback.format_exc()}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,1 @@
+"""What tests and benches share: a Tinker server of our own making, and probes of this process."""
