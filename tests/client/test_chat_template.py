@@ -130,7 +130,7 @@ MACROS_AND_MARKS = """\
 {{ say(message, loop.index) }} {{ message.content }}
     {% endif %}
 {% endfor %}
-{% if documents is defined and documents %}{{ documents | tojson(separators=(",", ":"), sort_keys=true) }}{% endif %}
+{% if documents is not none %}{{ documents | tojson(separators=(",", ":"), sort_keys=true) }}{% endif %}
 {{ dict(a=1, b="é") | tojson(ensure_ascii=true) }}
 """
 
@@ -301,6 +301,22 @@ def test_a_content_that_the_template_cannot_join_is_refused(content: Any) -> Non
 def test_a_template_cannot_leave_its_sandbox(attack: str) -> None:
     with pytest.raises(InvalidInputError, match="failed on these messages"):
         apply_chat_template(tiny(attack), [USER])
+
+
+def test_a_tokenizer_with_its_own_method_renders_with_that(tmp_path: Path) -> None:
+    light, full = both(tmp_path, {"tokenizer_config.json": {"bos_token": "<s>", "chat_template": STRICT_TURNS}})
+
+    assert apply_chat_template(full, [USER]) == apply_chat_template(light, [USER])
+    with pytest.raises(InvalidInputError, match="failed on these messages: Conversation roles must alternate"):
+        apply_chat_template(full, [USER, USER])
+
+
+def test_a_tokenizer_that_knows_no_templates_is_reported() -> None:
+    class Foreign:
+        name_or_path = "foreign"
+
+    with pytest.raises(TokenizerError, match="no chat template to use for the tokenizer 'foreign'"):
+        apply_chat_template(Foreign(), [USER])  # type: ignore[call-overload]
 
 
 def test_messages_are_not_changed() -> None:

@@ -371,6 +371,7 @@ def test_the_official_package_refuses_the_same_losses(fn: Any, reason: str) -> N
     [
         ({"logprobs": 1}, "takes logprobs, weights, but input_ranks has logprobs; give the rank of each"),
         ({}, "input_ranks has nothing"),
+        ([1, 1], "input_ranks must be a dict from parameter names to ranks, got list"),
         ({"logprobs": 1, "weights": 1, "extra": 1}, "input_ranks has logprobs, weights, extra"),
         ({"logprobs": 0, "weights": 1}, "declares logprobs with rank 0; use 1 or 2"),
         ({"logprobs": 1, "weights": 3}, "declares weights with rank 3; use 0 or 1 or 2"),
@@ -466,7 +467,8 @@ def test_a_handle_computes_what_the_function_computes(fn: Any) -> None:
     assert result.metrics.keys() == direct[0][1].keys()
 
 
-@pytest.mark.parametrize("fn", LOSSES)
+# The official package runs code that torch generates from the graph, which cannot say numpy's numbers.
+@pytest.mark.parametrize("fn", [fn for fn in LOSSES if fn is not numpy_constant])
 def test_a_handle_computes_what_the_official_package_computes(fn: Any) -> None:
     rows = [inputs_for(fn, seed) for seed in range(3)]
     data = [datum_for(row) for row in rows]

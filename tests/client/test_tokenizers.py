@@ -55,7 +55,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_python(code: str, **environment: str) -> str:
     """What a fresh interpreter prints: the variables of huggingface_hub are read when it is imported."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | {"NO_PROXY": "127.0.0.1"}
     finished = subprocess.run(
         [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, timeout=120, check=False
     )
@@ -288,6 +288,13 @@ def test_the_variables_of_hugging_face_are_honoured(tmp_path: Path) -> None:
         code + "print(get_tokenizer('org/other').eos_token)", HF_HUB_CACHE=str(tmp_path / "cache"), HF_HUB_OFFLINE="1"
     )
     assert home == cache == "<|im_end|>"
+
+
+def test_the_offline_variable_is_as_good_as_the_argument(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+    with pytest.raises(TokenizerError, match=r"in the Hugging Face cache .*, and offline nothing is downloaded"):
+        get_tokenizer("org/tiny")
 
 
 def test_nothing_optional_is_imported_before_it_is_needed(tmp_path: Path) -> None:

@@ -234,9 +234,19 @@ def test_a_damaged_file_is_named(tmp_path: Path, content: str) -> None:
         read_tokenizer(tmp_path / "tokenizer.json", name="tiny")
 
 
-@pytest.mark.parametrize(("content", "problem"), [("{", "not valid JSON"), ("[1]", "must hold a JSON object")])
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", "must hold a JSON object"),
+        ('{"eos_token": 7}', "holds something unexpected"),
+        ('{"added_tokens_decoder": [1]}', "holds something unexpected"),
+        ('{"added_tokens_decoder": {"x": {"content": "<y>"}}}', "holds something unexpected"),
+        ('{"chat_template": [{"name": "default"}]}', "holds something unexpected"),
+    ],
+)
 def test_a_damaged_configuration_is_named(tmp_path: Path, content: str, problem: str) -> None:
     write_folder(tmp_path, files={"tokenizer_config.json": content})
 
-    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json .*{problem}"):
+    with pytest.raises(TokenizerError, match=rf"tokenizer_config\.json.* {problem}"):
         read_tokenizer(tmp_path / "tokenizer.json", name="tiny")

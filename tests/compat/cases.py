@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from tests.compat.runner import Runner
 from tests.support.server import Default, FakeServer, Recorded, Reply
@@ -16,6 +16,7 @@ class Case:
     flags: Mapping[str, Any] = field(default_factory=dict)
     dynamic_flags: Mapping[str, Any] = field(default_factory=dict)
     prepare: Callable[[FakeServer], None] = lambda server: None
+    dialect: Literal["current", "json"] = "current"
     concurrent: bool = False
     """Whether the script sends requests of one kind at the same time, so that their order is a matter of luck."""
 
@@ -34,7 +35,7 @@ RunCase = Callable[[str], Run]
 
 
 def run_case(case: Case, runner: Runner) -> Run:
-    with FakeServer(flags=case.flags, dynamic_flags=case.dynamic_flags) as server:
+    with FakeServer(flags=case.flags, dynamic_flags=case.dynamic_flags, dialect=case.dialect) as server:
         case.prepare(server)
         result = runner.run(case.script, server.url)
         return Run(_without_address(result, server.url), server.received(), server.executed)
@@ -51,10 +52,18 @@ def _without_address(value: Any, url: str) -> Any:
     return value
 
 
+def as_fastapi_does(server: FakeServer) -> None:
+    """That framework repeats the refused body in its answer, and breaks where the body is not text."""
+    server.api.protobuf_refusal = 500
+
+
 def _refuse(server: FakeServer) -> None:
-    server.script(
-        "forward_backward", *(Reply(status, json={"detail": f"no: {status}"}) for status in (400, 401, 403, 422))
-    )
+    refusals = (Reply(status, json={"detail": f"no: {status}"}) for status in (400, 401, 403, 422))
+    server.script("forward_backward", Default(), *refusals)
+
+
+def _refuse_the_first(server: FakeServer) -> None:
+    server.script("forward_backward", Reply(400, json={"detail": "no"}))
 
 
 def _fail(server: FakeServer) -> None:
@@ -138,6 +147,7 @@ CASES: dict[str, Case] = {
     ),
     "token_exchange": Case("token_exchange", {"pjwt_auth_enabled": True}),
     "bad_requests": Case("bad_requests", prepare=_refuse),
+    "first_request_refused": Case("first_request_refused", prepare=_refuse_the_first),
     "failed_operations": Case("failed_operations", prepare=_fail),
     "pending_results": Case("pending_results", prepare=_not_ready),
     "large_results": Case("large_results", prepare=_announce_large_results),

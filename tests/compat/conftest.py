@@ -11,19 +11,27 @@ from tests.compat.cases import CASES, RunCase, run_case
 from tests.compat.runner import Runner
 
 
-def _runs_with(package: str) -> Iterator[RunCase]:
-    runner = Runner(package)
-    yield cache(lambda name: run_case(CASES[name], runner))
+@pytest.fixture(scope="session")
+def official_runner() -> Iterator[Runner]:
+    runner = Runner("tinker")
+    yield runner
     runner.close()
 
 
 @pytest.fixture(scope="session")
-def official() -> Iterator[RunCase]:
-    """Runs a case with the official package, once."""
-    yield from _runs_with("tinker")
+def our_runner() -> Iterator[Runner]:
+    runner = Runner("tinsmith")
+    yield runner
+    runner.close()
 
 
 @pytest.fixture(scope="session")
-def ours() -> Iterator[RunCase]:
+def official(official_runner: Runner) -> RunCase:
+    """Runs a case with the official package, once."""
+    return cache(lambda name: run_case(CASES[name], official_runner))
+
+
+@pytest.fixture(scope="session")
+def ours(our_runner: Runner) -> RunCase:
     """Runs a case with this package, once."""
-    yield from _runs_with("tinsmith")
+    return cache(lambda name: run_case(CASES[name], our_runner))

@@ -78,10 +78,10 @@ def _sequence(sequence: Any) -> Any:
 
 def failure(tinker: Any, error: BaseException) -> Any:
     """What `except` clauses and handlers can see of an error."""
+    homes = ("builtins", tinker.__name__)
     return {
         "failure": type(error).__name__,
-        "caught_by": [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"][:-3],
-        "is_tinker_error": isinstance(error, tinker.TinkerError),
+        "caught_by": [kind.__name__ for kind in type(error).__mro__ if kind.__module__.split(".")[0] in homes],
         "status_code": getattr(error, "status_code", None),
         "body": plain(getattr(error, "body", None)),
         "category": plain(getattr(error, "category", None)),

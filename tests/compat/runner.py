@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-_TIMEOUT = 60.0
+_TIMEOUT = 30.0
 
 
 class ScriptFailed(Exception):
@@ -31,11 +31,14 @@ class Runner:
     def __init__(self, package: str) -> None:
         self.package = package
         self._home = tempfile.TemporaryDirectory()
+        self._process = self._started()
+
+    def _started(self) -> subprocess.Popen[str]:
         # Nothing of the developer's own settings or credentials may leak into a comparison.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKER")}
         environment |= {"HOME": self._home.name, "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.compat.runner", package],
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.compat.runner", self.package],
             cwd=_ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -54,6 +57,8 @@ class Runner:
         line = self._process.stdout.readline()
         timer.cancel()
         if not line:
+            self._end()
+            self._process = self._started()
             raise ScriptFailed(f"{script} with {self.package} killed its process, or took over {_TIMEOUT:.0f} s")
         answer = json.loads(line)
         if "error" in answer:
@@ -61,9 +66,12 @@ class Runner:
         return answer["result"]
 
     def close(self) -> None:
+        self._end()
+        self._home.cleanup()
+
+    def _end(self) -> None:
         with self._process:
             self._process.kill()
-        self._home.cleanup()
 
 
 def serve(package: str) -> None:

@@ -5,59 +5,61 @@ Where we differ on purpose, the tables below say so, each line with its reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
-from tests.compat.cases import CASES, RunCase
+from tests.compat.cases import CASES, Run, RunCase
 from tests.compat.trace import Sent, trace
 
-NOT_COMPARED: Mapping[str, str] = {
-    "client/config": "fetched once per account and process, where the official package asks once per client",
-    "client/dynamic_config": "fetched beside the first useful request, not before it",
+START_UP: Mapping[str, str] = {
+    "client/config": "fetched once per account and process; the official package asks once per client",
+    "client/dynamic_config": "fetched beside the first useful requests, not before them",
     "auth/token": "exchanged once per account and process, not once per client",
 }
-"""Endpoints whose calls are counted by a test of their own instead."""
+"""Not compared one by one; a test of their own counts them."""
 
-OWN_HEADERS: Mapping[str, str] = {}
-"""Headers in which we may differ."""
+OWN_HEADERS: Mapping[str, str] = {
+    r".* x-stainless-raw-response": "tells which of its own methods the official package uses; nothing to the server",
+    r".* x-stainless-read-timeout": "our timeouts are our own; a session's end waits 10 s at most, not 60",
+    r".* x-tinker-create-promise-roundtrip-time": "the official value is about zero whatever happened, so we send none",
+    r"retrieve_future x-stainless-retry-count": "we count the polls for one result as tries of one call",
+    r"weights_info x-sdk-.*": "the lookup before a resume is ours, not a REST call of the user's",
+}
+"""Headers that are not compared, by endpoint and name."""
 
-
-class Deliberate(NamedTuple):
-    case: str
-    reason: str
-    official: Any
-    ours: Any
-
-
-DELIBERATE_RESULTS: tuple[Deliberate, ...] = ()
-"""Differences in what the user gets, by the path to the value in the result."""
+OWN_RESULTS: Mapping[str, str] = {
+    r"(?!chunks_|compressed_).*\.metrics\.spread:slack": "one chunk's metrics stay as the server gave them",
+    r"dimuon\[1\]\.optimizer_config\.(class|version)": "the answer is given as the class of its optimizer family",
+    r"save_and_load\[3\]\.type": "the official package loses the type of this one answer",
+    r"bad_calls\[10\]": "a list under a name of the user's own gets the type of its numbers, not a KeyError",
+}
+"""Values that differ, by case and place in the result."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_requests_are_submitted_in_the_same_order(official: RunCase, ours: RunCase, name: str) -> None:
-    theirs, mine = (trace(CASES[name], run(name)).submissions for run in (official, ours))
-    assert [_line(sent) for sent in _compared(mine)] == [_line(sent) for sent in _compared(theirs)]
-    for our_request, their_request in zip(_compared(mine), _compared(theirs), strict=True):
+    theirs, mine = (_submissions(name, run(name)) for run in (official, ours))
+    assert [_line(sent) for sent in mine] == [_line(sent) for sent in theirs]
+    for our_request, their_request in zip(mine, theirs, strict=True):
         assert _comparable(our_request) == _comparable(their_request)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_results_are_fetched_in_the_same_way(official: RunCase, ours: RunCase, name: str) -> None:
     theirs, mine = (trace(CASES[name], run(name)) for run in (official, ours))
-    assert {name: len(polls) for name, polls in mine.polls.items()} == {
-        name: len(polls) for name, polls in theirs.polls.items()
-    }
     assert mine.targets == theirs.targets
+    assert sorted(mine.polls) == sorted(theirs.polls)
     for request_id, polls in theirs.polls.items():
         assert list(map(_comparable, mine.polls[request_id])) == list(map(_comparable, polls))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_user_gets_the_same_back(official: RunCase, ours: RunCase, name: str) -> None:
-    differences = list(_differences(official(name).result, ours(name).result, ""))
-    assert differences == []
+    found = _differences(official(name).result, ours(name).result, name)
+    assert [difference for difference in found if not _listed(OWN_RESULTS, difference[0])] == []
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -67,8 +69,29 @@ def test_operations_run_in_the_same_order(official: RunCase, ours: RunCase, name
     assert mine == theirs
 
 
-def _compared(submissions: list[Sent]) -> list[Sent]:
-    return [sent for sent in submissions if sent.path.removeprefix("/api/v1/") not in NOT_COMPARED]
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("endpoint", ["client/config", "auth/token"])
+def test_starting_takes_no_more_requests(official: RunCase, ours: RunCase, name: str, endpoint: str) -> None:
+    mine, theirs = (sum(request.endpoint == endpoint for request in run(name).requests) for run in (ours, official))
+    assert mine <= theirs
+
+
+def test_every_deliberate_difference_is_still_there(official: RunCase, ours: RunCase) -> None:
+    places = [place for name in CASES for place, *_ in _differences(official(name).result, ours(name).result, name)]
+    assert [pattern for pattern in OWN_RESULTS if not any(re.fullmatch(pattern, place) for place in places)] == []
+
+
+def _submissions(name: str, run: Run) -> list[Sent]:
+    return [sent for sent in trace(CASES[name], run).submissions if not _is_start_up(sent) and not _is_probe(sent)]
+
+
+def _is_start_up(sent: Sent) -> bool:
+    return sent.path.removeprefix("/api/v1/") in START_UP
+
+
+def _is_probe(sent: Sent) -> bool:
+    """We ask a server that refuses our first training request whether it prefers JSON, as older ones do."""
+    return sent.path == "/api/v1/forward_backward" and sent.headers["content-type"] == "application/json"
 
 
 def _line(sent: Sent) -> str:
@@ -76,26 +99,33 @@ def _line(sent: Sent) -> str:
 
 
 def _comparable(sent: Sent) -> dict[str, Any]:
-    headers = {name: value for name, value in sent.headers.items() if name not in OWN_HEADERS}
+    endpoint = sent.path.removeprefix("/api/v1/")
+    headers = {name: value for name, value in sent.headers.items() if not _listed(OWN_HEADERS, f"{endpoint} {name}")}
     return {**sent._asdict(), "headers": headers}
 
 
-def _is_at_least(theirs: Any, mine: Any) -> bool:
-    """Whether code that catches the official package's built-in error catches ours too."""
-    if not (isinstance(theirs, dict) and isinstance(mine, dict) and "failure" in theirs and "failure" in mine):
-        return False
-    return not theirs["is_tinker_error"] and set(theirs["caught_by"]) <= set(mine["caught_by"])
+def _listed(table: Mapping[str, str], place: str) -> bool:
+    return any(re.fullmatch(pattern, place) for pattern in table)
 
 
-def _differences(theirs: Any, mine: Any, where: str) -> Any:
-    """The places where two results differ. An error of ours may be caught in more ways, never in fewer."""
-    if _is_at_least(theirs, mine):
-        return
-    if isinstance(theirs, dict) and isinstance(mine, dict):
-        for name in theirs.keys() | mine.keys():
-            yield from _differences(theirs.get(name, "(absent)"), mine.get(name, "(absent)"), f"{where}.{name}")
-    elif isinstance(theirs, list) and isinstance(mine, list) and len(theirs) == len(mine):
-        for index, (their_item, my_item) in enumerate(zip(theirs, mine, strict=True)):
-            yield from _differences(their_item, my_item, f"{where}[{index}]")
-    elif theirs != mine:
-        yield where, theirs, mine
+def _differences(theirs: Any, mine: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    """Where two results differ: (place, the official value, ours)."""
+    match theirs, mine:
+        case {"caught_by": _}, {"caught_by": _}:
+            yield from _error_differences(theirs, mine, place)
+        case dict(), dict():
+            for name in theirs.keys() | mine.keys():
+                yield from _differences(theirs.get(name, "(absent)"), mine.get(name, "(absent)"), f"{place}.{name}")
+        case list(), list() if len(theirs) == len(mine):
+            for index, (their_item, my_item) in enumerate(zip(theirs, mine, strict=True)):
+                yield from _differences(their_item, my_item, f"{place}[{index}]")
+        case _ if theirs != mine:
+            yield place, theirs, mine
+
+
+def _error_differences(theirs: Any, mine: Any, place: str) -> Iterator[tuple[str, Any, Any]]:
+    """Ours may be of a narrower class: what catches theirs must catch ours too."""
+    if not set(theirs["caught_by"]) <= set(mine["caught_by"]):
+        yield f"{place}.caught_by", theirs["caught_by"], mine["caught_by"]
+    for name in theirs.keys() - {"failure", "caught_by"}:
+        yield from _differences(theirs[name], mine[name], f"{place}.{name}")

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from tinsmith.client.fast_tokenizer import Tokenizer
-from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError, TokenizerError
+from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError, TinkerError, TokenizerError
 
 if TYPE_CHECKING:
     import jinja2
@@ -72,20 +72,27 @@ def apply_chat_template(
     understands, such as `enable_thinking`, is passed by its name.
     """
     _check(messages, tools, template_variables)
-    if isinstance(tokenizer, Tokenizer):
-        text = _render(
-            tokenizer, messages, tools, {"add_generation_prompt": add_generation_prompt} | template_variables
-        )
-        return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
-    # A tokenizer with code of its own may format messages and tools in that code, before or instead of a template.
-    rendered: list[int] | str = tokenizer.apply_chat_template(
-        list(messages),
-        tools=tools,
-        add_generation_prompt=add_generation_prompt,
-        tokenize=tokenize,
-        return_dict=False,
-        **template_variables,
-    )
+    options = {"add_generation_prompt": add_generation_prompt} | template_variables
+    try:
+        if isinstance(tokenizer, Tokenizer):
+            text = _render(tokenizer, messages, tools, options)
+            return tokenizer.encode(text, add_special_tokens=False) if tokenize else text
+        return _render_with_own_code(tokenizer, list(messages), tools=tools, tokenize=tokenize, **options)
+    except TinkerError:
+        raise
+    except Exception as error:  # a template can fail in every way a Python expression can
+        raise InvalidInputError(
+            f"The chat template of {_name(tokenizer)!r} failed on these messages: {error}. "
+            "Check their roles, the order of the roles and the type of each content.",
+            field="messages",
+        ) from error
+
+
+def _render_with_own_code(tokenizer: Any, messages: list[Mapping[str, Any]], **options: Any) -> list[int] | str:
+    """A tokenizer that brings its code may format messages and tools there, before or instead of a template."""
+    if not hasattr(tokenizer, "apply_chat_template"):
+        raise _no_template(tokenizer, "it has none")
+    rendered: list[int] | str = tokenizer.apply_chat_template(messages, return_dict=False, **options)
     return rendered
 
 
@@ -126,14 +133,7 @@ def _render(
     names |= {name: _plain(value, name) for name, value in variables.items()}
     names["messages"] = [_with_reasoning_names(message) for message in _plain(list(messages), "messages")]
     names["tools"] = None if tools is None else _plain(list(tools), "tools")
-    try:
-        text: str = template.render(names)
-    except Exception as error:  # a template can fail in every way a Python expression can
-        raise InvalidInputError(
-            f"The chat template of {tokenizer.name_or_path!r} failed on these messages: {error}. "
-            "Check their roles, the order of the roles and the type of each content.",
-            field="messages",
-        ) from error
+    text: str = template.render(names)
     return text
 
 
@@ -141,14 +141,23 @@ def _template_text(tokenizer: Tokenizer, *, has_tools: bool) -> str:
     template = tokenizer.chat_template
     if isinstance(template, str):
         return template
-    name = "tool_use" if has_tools and "tool_use" in (template or {}) else "default"
-    if template is None or name not in template:
-        known = f"it has {sorted(template)}, none of them called 'default'" if template else "it has none"
-        raise TokenizerError(
-            f"There is no chat template to use for the tokenizer {tokenizer.name_or_path!r}: {known}. Assign a Jinja "
-            "template to tokenizer.chat_template, or build the prompt yourself and call tokenizer.encode."
-        )
+    if not template:
+        raise _no_template(tokenizer, "it has none")
+    name = "tool_use" if has_tools and "tool_use" in template else "default"
+    if name not in template:
+        raise _no_template(tokenizer, f"it has {sorted(template)}, none of them called 'default'")
     return template[name]
+
+
+def _no_template(tokenizer: Any, reason: str) -> TokenizerError:
+    return TokenizerError(
+        f"There is no chat template to use for the tokenizer {_name(tokenizer)!r}: {reason}. Assign a Jinja template "
+        "to tokenizer.chat_template, or build the prompt yourself and call tokenizer.encode."
+    )
+
+
+def _name(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "name_or_path", type(tokenizer).__name__))
 
 
 @lru_cache(maxsize=32)

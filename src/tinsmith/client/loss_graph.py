@@ -172,6 +172,12 @@ def _check_parameter(loss: str, parameter: inspect.Parameter) -> None:
 
 
 def _check_ranks(loss: str, names: list[str], input_ranks: Mapping[str, CustomLossInputRank]) -> None:
+    if not isinstance(input_ranks, Mapping):
+        raise InvalidTypeError(
+            f"input_ranks must be a dict from parameter names to ranks, got {type(input_ranks).__name__}.",
+            field="input_ranks",
+            value=input_ranks,
+        )
     if set(input_ranks) != set(names):
         raise _refused(
             loss,

@@ -128,9 +128,8 @@ def _load_with_transformers(source: TokenizerSource, folder: Path) -> Tokenizer:
     except ImportError as error:
         purpose = f"Loading the tokenizer of {source.id!r}, which is more than a tokenizer.json,"
         raise MissingExtraError("transformers", "transformers", purpose) from error
-    own_class = _own_tokenizer_class(folder) if source.needs_remote_code else None
     try:
-        if own_class is not None:
+        if source.needs_remote_code and (own_class := _own_tokenizer_class(folder)) is not None:
             # Asking for the class by name spares the model's configuration code, which AutoTokenizer runs first.
             tokenizer_class = get_class_from_dynamic_module(own_class, str(folder), local_files_only=True)
             loaded = tokenizer_class.from_pretrained(str(folder), local_files_only=True)
@@ -168,7 +167,16 @@ def read_tokenizer(tokenizer_file: Path, *, name: str) -> Tokenizer:
     backend = _read_backend(tokenizer_file)
     if tokenizer_file.name != "tokenizer.json":
         return Tokenizer(backend, name_or_path=name)
-    folder = tokenizer_file.parent
+    try:
+        return _configure(backend, tokenizer_file.parent, name)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise TokenizerError(
+            f"The tokenizer_config.json or special_tokens_map.json in {tokenizer_file.parent} holds something "
+            f"unexpected: {error!r}. Fetch the files again."
+        ) from error
+
+
+def _configure(backend: tokenizers.Tokenizer, folder: Path, name: str) -> Tokenizer:
     config = _read_json(folder / "tokenizer_config.json")
     tokens = config if "added_tokens_decoder" in config else config | _read_json(folder / "special_tokens_map.json")
     named, extra = dict(_named_tokens(tokens)), list(_extra_tokens(tokens))
@@ -201,8 +209,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not valid JSON: {error}. Fetch the file again.") from error
+    except (OSError, ValueError) as error:
+        raise TokenizerError(f"{path} cannot be read as JSON: {error}. Fetch the file again.") from error
     if not isinstance(content, dict):
         raise TokenizerError(f"{path} must hold a JSON object, not {type(content).__name__}. Fetch the file again.")
     return content

@@ -104,40 +104,44 @@ class _LoadedOnce:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
-        self._entries: OrderedDict[Hashable, Future[Tokenizer]] = OrderedDict()
+        self._ready: OrderedDict[Hashable, Tokenizer] = OrderedDict()
+        self._loading: dict[Hashable, Future[Tokenizer]] = {}
 
     def get(self, key: Hashable, load: Callable[[], Tokenizer]) -> Tokenizer:
         with self._lock:
-            entry = self._entries.get(key)
-            is_first = entry is None
-            if entry is None:
-                entry = self._entries[key] = Future()
-            self._entries.move_to_end(key)
-            if len(self._entries) > self._capacity:
-                self._entries.popitem(last=False)
-        if is_first:
-            self._settle(key, entry, load)
-        return entry.result()
+            if key in self._ready:
+                self._ready.move_to_end(key)
+                return self._ready[key]
+            awaited = self._loading.get(key)
+            if awaited is None:
+                promise = self._loading[key] = Future()
+        return self._load(key, load, promise) if awaited is None else awaited.result()
 
-    def _settle(self, key: Hashable, entry: Future[Tokenizer], load: Callable[[], Tokenizer]) -> None:
+    def _load(self, key: Hashable, load: Callable[[], Tokenizer], promise: Future[Tokenizer]) -> Tokenizer:
         try:
-            entry.set_result(load())
+            tokenizer = load()
         except BaseException as error:  # others wait for this load and must learn however it ends
             with self._lock:
-                if self._entries.get(key) is entry:
-                    del self._entries[key]
-            entry.set_exception(error)
+                self._loading.pop(key, None)
+            promise.set_exception(error)
             raise
+        with self._lock:
+            self._loading.pop(key, None)
+            self._ready[key] = tokenizer
+            if len(self._ready) > self._capacity:
+                self._ready.popitem(last=False)
+        promise.set_result(tokenizer)
+        return tokenizer
 
-    def drop_unfinished(self) -> None:
+    def forget_loading(self) -> None:
         """In a forked child, no thread is left to finish what the parent was loading."""
         self._lock = threading.Lock()
-        self._entries = OrderedDict((key, entry) for key, entry in self._entries.items() if entry.done())
+        self._loading = {}
 
 
 _loaded = _LoadedOnce(capacity=32)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_loaded.drop_unfinished)
+    os.register_at_fork(after_in_child=_loaded.forget_loading)
 
 
 def get_tokenizer(

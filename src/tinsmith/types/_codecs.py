@@ -64,14 +64,17 @@ class Nested(Codec):
 
 
 class Tagged(Codec):
-    """One of several of our classes, told apart by a field such as `type`. A class with an open tag takes the rest."""
+    """One of several of our classes, told apart by a field such as `type`, or by their fields if that is left out.
+
+    A class whose tag is any text takes the tags that nobody else has.
+    """
 
     def __init__(self, classes: Sequence[Any]) -> None:
         super().__init__(tuple(classes))
         tags = {cls: _tag_of(cls) for cls in classes}
         self.tag = next((tag[0] for tag in tags.values() if tag), "type")
         self.by_value = {tag[1]: cls for cls, tag in tags.items() if tag}
-        self.rest = [cls for cls, tag in tags.items() if not tag]
+        self.open = next((cls for cls, tag in tags.items() if not tag and self.tag in cls.__struct_fields__), None)
 
     def load(self, value: object) -> Any:
         if isinstance(value, self.hint):
@@ -82,14 +85,15 @@ class Tagged(Codec):
         return self._class_for(value).from_builtins(value)
 
     def _class_for(self, value: Mapping[str, Any]) -> Any:
-        found = self.by_value.get(value.get(self.tag))
+        tag = value.get(self.tag)
+        if isinstance(tag, str):
+            found = self.by_value.get(tag, self.open)
+        else:
+            found = next((cls for cls in self.hint if _fits(cls, value)), None)
         if found:
             return found
-        for cls in self.rest:
-            if (self.tag in cls.__struct_fields__) == (self.tag in value):
-                return cls
         legal = ", ".join(map(repr, self.by_value))
-        raise msgspec.ValidationError(f"{self.tag!r} must be one of {legal}, not {value.get(self.tag)!r}")
+        raise msgspec.ValidationError(f"{self.tag!r} must be one of {legal}, not {tag!r}")
 
     def dump(self, value: Any, nulls: bool) -> Any:
         return value.to_builtins(nulls=nulls)
@@ -223,6 +227,11 @@ def _tag_of(cls: Any) -> tuple[str, Any] | None:
         if len(legal) == 1:
             return name, legal[0]
     return None
+
+
+def _fits(cls: Any, value: Mapping[str, Any]) -> bool:
+    required = {info.name for info in msgspec.structs.fields(cls) if info.required}
+    return required <= value.keys() <= set(cls.__struct_fields__)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

@@ -186,11 +186,11 @@ class Field(NamedTuple):
         if legal and "Invalid enum value" in reason:
             reason = f"must be one of {', '.join(map(repr, legal))}"
         else:
-            reason = reason[0].lower() + reason[1:].replace(" - at `$", " at `").replace("`array`", "`list`")
+            reason = reason[0].lower() + _in_python_words(reason[1:])
         kind = InvalidTypeError if ", got `" in reason else InvalidInputError
         where = f"{self.owner}.{self.name}"
-        given = self.shown(value)
-        return kind(f"{where}: {reason}. The value given is {given}", field=where, value=Shown(given))
+        text = f"{where}: {reason}. The value given is {self.shown(value)}"
+        return kind(text, field=where, value=None if self.secret else value)
 
     def shown(self, value: object) -> str:
         return "<secret>" if self.secret and value is not None else brief(value)
@@ -201,6 +201,13 @@ class Field(NamedTuple):
             return schema
         default = self.codec.dump(self.default, nulls=True) if self.default is not None else None
         return {**schema, "default": default}
+
+
+def _in_python_words(reason: str) -> str:
+    """msgspec speaks of JSON: arrays, null, and paths from a root."""
+    for word, ours in (("array", "list"), ("null", "None"), (" - at `$", " at `")):
+        reason = reason.replace(word, ours)
+    return reason
 
 
 @cache

@@ -10,7 +10,9 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from tinsmith.errors import InvalidInputError, InvalidTypeError
-from tinsmith.types._model import Define, Request, brief
+from tinsmith.types._brief import brief
+from tinsmith.types._codecs import Define
+from tinsmith.types._model import Request
 from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]

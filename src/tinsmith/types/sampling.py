@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 import msgspec
 import numpy as np
 
-from tinsmith.types._model import Define, Request, Response
+from tinsmith.types._codecs import Define
+from tinsmith.types._model import Request, Response
 from tinsmith.types.inputs import ModelInput
 from tinsmith.types.tensors import Array, TensorData
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from tinsmith import types
-from tinsmith.types._model import codec_for
+from tinsmith.types._codecs import codec_for
 
 
 def json_schema() -> dict[str, Any]:

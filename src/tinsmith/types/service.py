@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 
-from tinsmith.types._model import Request, Response, SendNull
+from tinsmith.types._model import Request, Response, Secret, SendNull
 from tinsmith.types.training import ModelID
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ class ClientDynamicConfigResponse(Response):
 
 
 class AuthTokenResponse(Response):
-    jwt: str
+    jwt: Secret[str]
 
 
 class WhoamiResponse(Response):
@@ -104,7 +104,7 @@ class WhoamiResponse(Response):
 
 class CreateSessionRequest(Request):
     tags: list[str]
-    user_metadata: dict[str, Any] | None
+    user_metadata: dict[str, Any] | None = None
     sdk_version: str
     project_id: str | None = None
     display_name: str | None = None

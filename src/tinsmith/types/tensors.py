@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError
-from tinsmith.types._model import Define, brief
+from tinsmith.types._brief import brief, joined
+from tinsmith.types._codecs import Define
 
 if TYPE_CHECKING:
     import torch
@@ -233,9 +234,10 @@ class TensorData:
         return TensorData.from_parts, (self._values, self.shape, self._csr)
 
     def __repr__(self) -> str:
-        sparse = f", {self._values.size:,} values stored" if self._csr else ""
-        shape = list(self._values.shape) if self.shape is None else self.shape
-        return f"TensorData(dtype={self.dtype!r}, shape={shape}{sparse}, data={brief(self._values[:13].tolist())})"
+        start = self._values.reshape(-1)[:8].tolist()
+        data = joined([brief(number) for number in start], self._values.size)
+        shape = list(_dense_shape(self))
+        return f"TensorData(dtype={self.dtype!r}, shape={shape}, data=[{data}]{', sparse' if self._csr else ''})"
 
 
 _INDEX_LIST = {"anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}], "default": None}
@@ -264,7 +266,8 @@ def to_wire_array(data: Any, dtype: TensorDtype | None = None) -> Array:
     if dtype is not None and dtype not in _DTYPES:
         raise InvalidInputError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}", field="dtype", value=dtype)
     source = _numpy_of(data)
-    target = _DTYPES[dtype or _wire_dtype(source)]
+    natural = _wire_dtype(source)
+    target = _DTYPES[dtype or natural]
     # What nobody can change is kept: an array just made of a list, a view of received bytes, a memory map.
     keep = isinstance(data, list | tuple) or not source.flags.writeable
     with np.errstate(over="ignore", invalid="ignore"):
@@ -283,12 +286,13 @@ def _numpy_of(data: Any) -> Array:
     if is_torch_tensor(data):
         return _numpy_of_torch(data)
     try:
-        array = np.asarray(data)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"This is not a rectangular array of numbers: {brief(data)} ({error})") from None
-    if array.size == 0 and isinstance(data, list | tuple):
-        return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
-    return array
+        return np.asarray(data)
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidInputError(
+            f"This is not a rectangular array of numbers; give all rows the same length: {brief(data)}",
+            field="data",
+            value=data,
+        ) from None
 
 
 def _numpy_of_torch(tensor: Any) -> Array:
@@ -311,25 +315,21 @@ def _wire_dtype(array: Array) -> TensorDtype:
 
 
 def _check_conversion(source: Array, values: Array, *, from_python: bool) -> None:
-    _wire_dtype(source)
-    if source.dtype.kind == "u" and source.dtype.itemsize == 8 and (source > np.iinfo(np.int64).max).any():
-        raise InvalidInputError(
-            f"{source.max()} does not fit int64, the only integer type on the wire", field="data", value=source.max()
-        )
-    if source.dtype.kind != "f" or source.dtype.itemsize < 4:
+    if source.dtype == values.dtype:
         return
     if values.dtype.kind == "i":
-        _check_whole(source, values)
-    elif source.dtype.itemsize > 4:
+        if source.dtype.kind in "fu":
+            _check_integers(source, values)
+    elif source.dtype.kind != "b":
         _check_rounding(source, values, from_python)
 
 
-def _check_whole(source: Array, values: Array) -> None:
+def _check_integers(source: Array, values: Array) -> None:
     wrong = source != values
     if wrong.any():
         culprit = source[wrong].flat[0]
         raise InvalidInputError(
-            f"{culprit} is not an integer, and this tensor is int64; round it or ask for float32",
+            f"{culprit} has no int64 value. Round it, keep it below 2**63, or make this tensor float32",
             field="data",
             value=culprit,
         )
@@ -342,9 +342,9 @@ def _check_rounding(source: Array, values: Array, from_python: bool) -> None:
         raise InvalidInputError(
             f"{culprit} does not fit float32, the only float type on the wire", field="data", value=culprit
         )
-    if not from_python and not np.array_equal(source, values, equal_nan=True):
+    if not from_python and not np.array_equal(source, values, equal_nan=source.dtype.kind == "f"):
         warnings.warn(
-            "A float64 tensor was rounded to float32, the only float type on the wire. "
+            f"A {source.dtype} tensor was rounded to float32, the only float type on the wire. "
             "Convert it yourself, e.g. with .astype(np.float32), to say that you know.",
             PrecisionWarning,
             stacklevel=2,

@@ -9,7 +9,8 @@ from urllib.parse import quote
 import msgspec
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.types._model import Request, Response
+from tinsmith.types._codecs import Codec
+from tinsmith.types._model import Request, Response, Secret
 from tinsmith.types.inputs import Datum
 from tinsmith.types.runs import ParsedCheckpointTinkerPath
 from tinsmith.types.tensors import TensorData
@@ -151,8 +152,18 @@ class _OpenFamily(Response):
 
     type: str
 
+    def __post_init__(self) -> None:
+        try:
+            settings = _SETTINGS.load(dict(self._extra))
+        except msgspec.ValidationError as error:
+            raise InvalidInputError(f"{type(self).__name__}: {error}", field=self.type) from None
+        msgspec.structs.force_setattr(self, "_extra", tuple(settings.items()))
+
     def to_builtins(self, *, nulls: bool = False) -> dict[str, Any]:
         return {**super().to_builtins(nulls=nulls), **self.extra}
+
+
+_SETTINGS = Codec(dict[str, Any], strict=True)
 
 
 class OtherOptimizerConfig(_OpenFamily):
@@ -388,7 +399,7 @@ class LoadWeightsRequest(Request):
     optimizer_config: OptimizerConfig | None = None
     """Only for a new model without restored optimizer state."""
 
-    weights_access_token: str | None = None
+    weights_access_token: Secret[str | None] = None
     """A credential for weights of another account."""
 
     type: Literal["load_weights"] = "load_weights"
@@ -424,7 +435,7 @@ class CopyWeightsRequest(Request):
     destination_project_id: str | None = None
     source_path: str
     ttl_seconds: int | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Secret[str | None] = None
 
 
 class CopyWeightsResponse(Response):

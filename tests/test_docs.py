@@ -1,0 +1,66 @@
+"""The documentation is true: its Python blocks run, and its reference pages are complete."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tinsmith
+from tests.support.server import FakeServer
+from tinsmith import errors
+from tinsmith.client.config import Config
+from tinsmith.client.retry import RetryConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+PYTHON_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+LINK = re.compile(r"\]\((?!http)([^)#]+)")
+
+
+def blocks(page: Path) -> list[str]:
+    return PYTHON_BLOCK.findall(page.read_text())
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=name)
+def test_the_examples_of_a_page_run_from_top_to_bottom(page: Path) -> None:
+    with FakeServer() as server:
+        env = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-docs"}
+        script = "\n".join(blocks(page))
+        done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    broken = [target for target in LINK.findall(page.read_text()) if not (page.parent / target).exists()]
+    assert broken == []
+
+
+def test_every_setting_is_documented() -> None:
+    text = (ROOT / "docs/reference/settings.md").read_text()
+    fields = (*Config.__struct_fields__, *RetryConfig.__struct_fields__)
+    assert [field for field in fields if f"`{field}`" not in text] == []
+
+
+def test_every_error_is_documented() -> None:
+    text = (ROOT / "docs/reference/errors.md").read_text()
+    classes = [
+        each.__name__
+        for each in vars(errors).values()
+        if isinstance(each, type) and issubclass(each, errors.TinkerError) and each is not errors.TinkerError
+    ]
+    assert [each for each in classes if f"`{each}`" not in text] == []
+
+
+def test_every_public_name_is_documented() -> None:
+    text = (ROOT / "docs/reference/names.md").read_text()
+    names = [*tinsmith.__all__, *tinsmith.types.__all__]
+    assert [each for each in names if not re.search(rf"\b{re.escape(each)}\b", text)] == []
