@@ -19,7 +19,7 @@ fix: .venv/ready
 .venv/ready: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
-	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --editable '.[tokenizers,torch,zstd]' --group test
+	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --editable '.[server,postgres]' --group test
 	touch $@
 
 clean:

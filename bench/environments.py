@@ -34,7 +34,7 @@ def python_of(name: str) -> Path:
     if not ready.exists():
         sys.stderr.write(f"making {folder} ...\n")
         venv.create(folder, clear=True, with_pip=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *REQUIREMENTS[name]], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-qq", *REQUIREMENTS[name]], check=True)
         ready.touch()
     return python
 

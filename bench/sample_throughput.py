@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from types import ModuleType
+from typing import Any
 
 import harness
 from harness import Numbers, Row
@@ -21,29 +22,28 @@ def measure(sdk: ModuleType, url: str) -> Numbers:
     return {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall}
 
 
-def draw(sdk: ModuleType, client: object, count: int) -> None:
+def draw(sdk: ModuleType, client: Any, count: int) -> None:
     params = sdk.types.SamplingParams(max_tokens=8)
     prompts = [sdk.types.ModelInput.from_ints([(i + k) % 1000 for k in range(PROMPT_TOKENS)]) for i in range(count)]
     for future in [client.sample(prompt, 1, params) for prompt in prompts]:
         future.result()
 
 
-def conduct() -> None:
+def rows_for(polling: str, batch: bool) -> list[Row]:
     from tests.support.server import spawned_server
 
-    rows = []
-    for polling, flag in (("a poll per sample", "false"), ("batch polling", "true")):
-        with spawned_server("--flags", f'{{"sample_use_retrieve_futures": {flag}}}') as url:
-            official, ours = harness.in_turns(RUNS, lambda url=url: {"url": url})
-        rows.append(
-            Row(f"CPU per sample, {polling} (ms)", 1e3 * official["cpu"] / SAMPLES, 1e3 * ours["cpu"] / SAMPLES,
-                "a third", 3 * ours["cpu"] <= official["cpu"], 2)
-        )
-        rows.append(
-            Row(f"samples per second, {polling}", SAMPLES / official["wall"], SAMPLES / ours["wall"],
-                "3 times", 3 * ours["wall"] <= official["wall"], 0)
-        )
-    harness.print_table(rows)
+    with spawned_server("--flags", f'{{"sample_use_retrieve_futures": {str(batch).lower()}}}') as url:
+        official, ours = harness.in_turns(RUNS, lambda peer: harness.measured(peer, url=url))
+    cpu = [1e3 * numbers["cpu"] / SAMPLES for numbers in (official, ours)]
+    rate = [SAMPLES / numbers["wall"] for numbers in (official, ours)]
+    return [
+        Row(f"CPU per sample, {polling} (ms)", *cpu, "a third", 3 * cpu[1] <= cpu[0], 2),
+        Row(f"samples per second, {polling}", *rate, "3 times", rate[1] >= 3 * rate[0], 0),
+    ]
+
+
+def conduct() -> None:
+    harness.print_table(rows_for("a poll for each", batch=False) + rows_for("batch polling", batch=True))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import dataclasses
 import typing
 
-import pydantic
 import pytest
 import tinker.types as official
 
@@ -11,6 +10,7 @@ from tinsmith import types as ours
 
 NAMES = sorted(name for name in vars(official) if name[0].isupper())
 LITERALS = [name for name in NAMES if typing.get_origin(getattr(official, name)) is typing.Literal]
+CLASSES = [name for name in NAMES if isinstance(getattr(official, name), type)]
 DATACLASSES = [name for name in NAMES if dataclasses.is_dataclass(getattr(official, name))]
 
 
@@ -45,16 +45,14 @@ def test_a_dataclass_has_the_same_fields_in_the_same_order(name: str) -> None:
     assert [field for field in getattr(ours, name).__struct_fields__ if not field.startswith("_")] == public
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CLASSES)
 def test_every_official_property_and_method_exists(name: str) -> None:
-    theirs = getattr(official, name)
-    if not isinstance(theirs, type) or not (issubclass(theirs, pydantic.BaseModel) or dataclasses.is_dataclass(theirs)):
-        return
-    added = {
+    """Save the hooks of the library that the official types are made with."""
+    members = {
         member
-        for cls in theirs.__mro__
+        for cls in getattr(official, name).__mro__
         if cls.__module__.startswith("tinker.types")
         for member in vars(cls)
         if not member.startswith(("_", "model_", "validate_", "serialize_"))
     }
-    assert not [member for member in added if not hasattr(getattr(ours, name), member)]
+    assert not [member for member in members if not hasattr(getattr(ours, name), member)]

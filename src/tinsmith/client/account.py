@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import logging
 import threading
 import time
@@ -21,7 +20,8 @@ import msgspec
 from tinsmith.client.config import Config
 from tinsmith.client.credentials import run_credential_command
 from tinsmith.client.limits import ByteBudget, PendingSlots, SampleGate
-from tinsmith.errors import ConfigError, TinkerError
+from tinsmith.client.once import Once
+from tinsmith.errors import ClientClosedError, ConfigError, TinkerError
 from tinsmith.types import ClientConfigResponse, ClientDynamicConfigResponse
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 REFRESH_BEFORE_EXPIRY_SECONDS = 300.0
 MUST_REFRESH_SECONDS = 60.0
 REFRESH_RETRY_SECONDS = 60.0
+MIN_LIFETIME_SECONDS = 20.0
 
 Dialect = Literal["unknown", "protobuf", "json"]
 
@@ -36,67 +37,75 @@ Dialect = Literal["unknown", "protobuf", "json"]
 class Account:
     """Made and used on the background loop, except for `pending`, which callers' threads use."""
 
-    MAX_CANCELLATIONS = 64
-
     def __init__(self, config: Config, loop: asyncio.AbstractEventLoop) -> None:
         defaults = ClientConfigResponse()
         self.pending = PendingSlots()
         self.sample_gate = SampleGate(loop, defaults.sample_dispatch_bytes_semaphore_size)
         self.training_bytes = ByteBudget(defaults.fwdbwd_dispatch_bytes_semaphore_size)
         self.response_bytes = ByteBudget(defaults.inflight_response_bytes_semaphore_size)
-        self.cancellations = asyncio.Semaphore(self.MAX_CANCELLATIONS)
+        self.dynamic_flags = ClientDynamicConfigResponse()
+        self.cancellations = asyncio.Semaphore(self.dynamic_flags.sample_cancel_max_batch_size)
+        """How many samples are cancelled at the server at the same time."""
         self.dialect: Dialect = "unknown"
         """How forward_backward is sent: protobuf is tried first, and a server that refuses it gets JSON."""
         self.flags: ClientConfigResponse | None = None
-        self.dynamic_flags = ClientDynamicConfigResponse()
         self.token = Token(config)
-        self._flags_lock = asyncio.Lock()
+        self._loading: Once[ClientConfigResponse] = Once()
 
     async def load_flags(self, fetch: Callable[[], Awaitable[ClientConfigResponse]]) -> ClientConfigResponse:
         """Fetches the flags once, however many clients ask at the same time."""
-        if self.flags is None:
-            async with self._flags_lock:
-                if self.flags is None:
-                    self._apply(await fetch())
-        assert self.flags is not None
-        return self.flags
+        if self.flags is not None:
+            return self.flags
+
+        async def load() -> ClientConfigResponse:
+            flags = await fetch()
+            self._apply(flags)
+            return flags
+
+        return await self._loading.do(load)
 
     def _apply(self, flags: ClientConfigResponse) -> None:
+        self.token.use_flags(flags)
         self.sample_gate.resize(flags.sample_dispatch_bytes_semaphore_size)
         self.training_bytes.resize(flags.fwdbwd_dispatch_bytes_semaphore_size)
         self.response_bytes.resize(flags.inflight_response_bytes_semaphore_size)
-        self.token.use_flags(flags)
         self.flags = flags
+
+    def use_dynamic_flags(self, flags: ClientDynamicConfigResponse) -> None:
+        if flags.sample_cancel_max_batch_size != self.dynamic_flags.sample_cancel_max_batch_size:
+            self.cancellations = asyncio.Semaphore(max(1, flags.sample_cancel_max_batch_size))
+        self.dynamic_flags = flags
 
 
 class Token:
     """The credential that goes into requests: the key itself, or a JWT exchanged for it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, clock: Callable[[], float] = time.time) -> None:
         self._config = config
+        self._clock = clock
         self._exchange_enabled = False
         self._prefers_command = False
         self._jwt: str | None = None
-        self._expires = 0.0
-        self._retry_at = 0.0
-        self._lock = asyncio.Lock()
+        self._renew_at = 0.0
+        """From here on calls wait for a new token."""
+        self._renew_ahead_at = 0.0
+        """From here on a new token is fetched in the background."""
+        self._exchanging: Once[None] = Once()
         self._refresh: asyncio.Task[None] | None = None
 
     def use_flags(self, flags: ClientConfigResponse) -> None:
-        self._exchange_enabled = flags.pjwt_auth_enabled
-        self._prefers_command = flags.pjwt_auth_enabled and flags.credential_default_source == "credential_cmd"
-        if not self._exchange_enabled and self._config.api_key is None:
+        if not flags.pjwt_auth_enabled and self._config.api_key is None:
             raise ConfigError(
                 "This server takes API keys as they are, and TINKER_CREDENTIAL_CMD alone gives none it accepts. "
                 "Set TINKER_API_KEY or pass api_key=..."
             )
+        self._exchange_enabled = flags.pjwt_auth_enabled
+        self._prefers_command = flags.pjwt_auth_enabled and flags.credential_default_source == "credential_cmd"
 
     async def raw(self) -> str:
         """The user's own credential."""
         key, command = self._config.api_key, self._config.credential_command
-        use_command = key is None or (self._prefers_command and not key.startswith("eyJ"))
-        if not use_command:
-            assert key is not None
+        if key is not None and (not self._prefers_command or key.startswith("eyJ")):
             return key
         if command is None:
             raise ConfigError("This server wants a credential from a command. Set TINKER_CREDENTIAL_CMD.")
@@ -106,29 +115,37 @@ class Token:
         """The credential to send now. `exchange` turns the user's own into a JWT."""
         if not self._exchange_enabled:
             return await self.raw()
-        remaining = self._expires - time.time()
-        if self._jwt is None or remaining <= MUST_REFRESH_SECONDS:
+        now = self._clock()
+        if self._jwt is None or now >= self._renew_at:
             await self._renew(exchange)
-        elif remaining <= REFRESH_BEFORE_EXPIRY_SECONDS and time.time() >= self._retry_at and self._refresh is None:
-            # Ahead of time and in the background: no call waits, and a failure keeps the token in use.
+        elif now >= self._renew_ahead_at and self._refresh is None:
             self._refresh = asyncio.get_running_loop().create_task(self._renew_quietly(exchange))
         assert self._jwt is not None
         return self._jwt
 
     async def _renew(self, exchange: Callable[[str], Awaitable[str]]) -> None:
-        before = self._jwt
-        async with self._lock:
-            if self._jwt is not before:
-                return  # someone else did it while we waited
-            jwt = await exchange(await self.raw())
-            self._expires = _expiry(jwt)
-            self._jwt = jwt
+        async def renew() -> None:
+            self._keep(await exchange(await self.raw()))
+
+        await self._exchanging.do(renew)
+
+    def _keep(self, jwt: str) -> None:
+        """The margins shrink with the lifetime, so that a short-lived token is not renewed at every call."""
+        now = self._clock()
+        expires = _expiry(jwt)
+        # One that looks expired on arrival was made by a clock that differs from ours; it is good all the same.
+        lifetime = max(expires - now, MIN_LIFETIME_SECONDS)
+        self._renew_at = now + lifetime - min(MUST_REFRESH_SECONDS, lifetime / 4)
+        self._renew_ahead_at = now + lifetime - min(REFRESH_BEFORE_EXPIRY_SECONDS, lifetime / 2)
+        self._jwt = jwt
 
     async def _renew_quietly(self, exchange: Callable[[str], Awaitable[str]]) -> None:
-        # A token that lives shorter than the refresh margin must not be renewed on every call.
-        self._retry_at = time.time() + REFRESH_RETRY_SECONDS
+        """Ahead of time and in the background: no call waits, and a failure keeps the token in use."""
+        self._renew_ahead_at = self._clock() + REFRESH_RETRY_SECONDS
         try:
             await self._renew(exchange)
+        except ClientClosedError:
+            self._renew_ahead_at = 0.0  # the client that asked is gone; the next one asks again
         except TinkerError as error:
             logger.warning("The access token could not be renewed ahead of time (%s); keeping the old one.", error)
         finally:
@@ -148,7 +165,7 @@ def jwt_claims(jwt: str) -> dict[str, Any]:
     try:
         payload = jwt.split(".")[1]
         claims = msgspec.json.decode(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    except (IndexError, binascii.Error, msgspec.DecodeError):
+    except (IndexError, ValueError, msgspec.DecodeError):
         return {}
     return claims if isinstance(claims, dict) else {}
 

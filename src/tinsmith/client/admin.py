@@ -33,7 +33,10 @@ class AdminClient(RestCalls):
         self, starting_on: datetime | str, ending_before: datetime | str
     ) -> APIFuture[BillingUsageResponse]:
         """Usage between two UTC hours, at most 14 days apart."""
-        query = {"starting_on": _rfc3339("starting_on", starting_on), "ending_before": _rfc3339("ending_before", ending_before)}
+        query = {
+            "starting_on": _rfc3339("starting_on", starting_on),
+            "ending_before": _rfc3339("ending_before", ending_before),
+        }
         return self._get(BillingUsageResponse, "/api/v1/billing/usage/events", "get_billing_usage", query)
 
     async def get_billing_usage_async(
@@ -66,4 +69,4 @@ def _rfc3339(field: str, value: datetime | str) -> str:
             field=field,
             value=value,
         )
-    return value.astimezone(timezone.utc).isoformat()
+    return value.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from hashlib import sha256
@@ -13,17 +14,24 @@ from urllib.parse import urlsplit
 import msgspec
 
 from tinsmith.client.credentials import check_key, has_key_prefix, stored_key
-from tinsmith.errors import ConfigError
+from tinsmith.client.logs import show_log
+from tinsmith.errors import ConfigError, InvalidTypeError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _TRUE = frozenset({"1", "true", "yes", "on"})
+NO_KEY = (
+    "No API key. Pass api_key=..., set TINKER_API_KEY, or set TINKER_CREDENTIAL_CMD. "
+    "A server of your own that has no keys configured takes any key, such as 'tml-local'."
+)
 
 HookFunction = Callable[[Any], None]
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client needs to know. Build it with `Config.from_env()`; the constructor takes final values."""
+    """What a client needs to know. `Config.from_env()` finds the rest in the environment; the constructor does not."""
 
     base_url: str = DEFAULT_BASE_URL
     """Normalised: lower-case scheme and host, no default port, no trailing slash."""
@@ -40,7 +48,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for one HTTP request. Long polls, heartbeats and telemetry have their own, shorter limits."""
     connect_timeout: float = 5.0
     retry_budget: float = 300.0
-    """Seconds that one call may spend on retries before its error is raised."""
+    """Seconds that one call may spend on retries before its error is raised; 0 means none."""
     progress_timeout: float = 7200.0
     """Seconds that an accepted operation may show no sign of life before `NoProgressError`."""
     proxy: str | None = None
@@ -71,30 +79,41 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         credentials_file: Path | None = None,
         **settings: Any,
     ) -> Config:
-        """Arguments win over the environment, which wins over the credentials file and the defaults."""
-        env = os.environ if env is None else env
-        command = env.get("TINKER_CREDENTIAL_CMD") or None
-        try:
-            return cls(
-                base_url=normalise_base_url(base_url or env.get("TINKER_BASE_URL") or DEFAULT_BASE_URL),
-                api_key=_find_key(api_key, env, command, credentials_file),
-                credential_command=command,
-                project_id=project_id or env.get("TINKER_PROJECT_ID") or None,
-                tags=tuple(tag.strip() for tag in env.get("TINKER_TAGS", "").split(",") if tag.strip()),
-                default_headers=MappingProxyType({**_access_headers(env), **(default_headers or {})}),
-                telemetry=settings.pop("telemetry", env.get("TINKER_TELEMETRY", "1").strip().lower() in _TRUE),
-                **settings,
-            )
-        except TypeError as error:
+        """Arguments win over the environment, which wins over the credentials file and the defaults.
+
+        `TINKER_LOG=debug` or `info` also shows this package's log on stderr.
+        """
+        unknown = settings.keys() - set(cls.__struct_fields__)
+        if unknown:
             legal = ", ".join(cls.__struct_fields__)
-            raise ConfigError(f"{error}. The settings are: {legal}.") from None
+            raise ConfigError(f"There is no setting {', '.join(sorted(unknown))}. The settings are: {legal}.")
+        env = os.environ if env is None else env
+        _obey_log_settings(env)
+        command = env.get("TINKER_CREDENTIAL_CMD") or None
+        from_environment = {
+            "base_url": base_url or env.get("TINKER_BASE_URL") or DEFAULT_BASE_URL,
+            "api_key": _find_key(api_key, env, command, credentials_file),
+            "credential_command": command,
+            "project_id": project_id or env.get("TINKER_PROJECT_ID") or None,
+            "tags": tuple(tag.strip() for tag in env.get("TINKER_TAGS", "").split(",") if tag.strip()),
+            "default_headers": {**_access_headers(env), **(default_headers or {})},
+            "telemetry": env.get("TINKER_TELEMETRY", "1").strip().lower() in _TRUE,
+        }
+        return cls(**{**from_environment, **settings})
 
     def __post_init__(self) -> None:
-        positive = ("timeout", "connect_timeout", "retry_budget", "progress_timeout", "max_pending")
-        for name in (*positive, "max_inflight"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ConfigError(f"{name} is {value!r}; it must be greater than 0.")
+        force_setattr = msgspec.structs.force_setattr
+        force_setattr(self, "base_url", normalise_base_url(self.base_url))
+        force_setattr(self, "default_headers", MappingProxyType(dict(self.default_headers)))
+        force_setattr(self, "tags", tuple(self.tags))
+        if self.api_key is not None:
+            check_key(self.api_key, "the argument api_key")
+        elif self.credential_command is None:
+            raise ConfigError(NO_KEY)
+        for name in ("timeout", "connect_timeout", "progress_timeout", "max_pending", "max_inflight"):
+            _check_positive(name, getattr(self, name))
+        if self.retry_budget != 0:  # which means: no retries
+            _check_positive("retry_budget", self.retry_budget)
         if self.when_full not in ("block", "error"):
             raise ConfigError(f"when_full is {self.when_full!r}; it must be 'block' or 'error'.")
 
@@ -116,31 +135,62 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         raise TypeError("A Config holds secrets and is not pickled; call Config.from_env() in the other process.")
 
 
+def check_config(config: object) -> Config:
+    """Settings travel in a `Config` and in nothing else."""
+    if not isinstance(config, Config):
+        raise InvalidTypeError(
+            f"config is a {type(config).__name__}; it must be a Config, such as Config.from_env(timeout=30).",
+            field="config",
+        )
+    return config
+
+
+def find_static_key(env: Mapping[str, str] | None = None, credentials_file: Path | None = None) -> str | None:
+    """The key of the environment or the credentials file; None if there is none that can be one."""
+    key = (os.environ if env is None else env).get("TINKER_API_KEY") or stored_key(credentials_file)
+    return key if key and has_key_prefix(key) else None
+
+
+def has_credential_command(env: Mapping[str, str] | None = None) -> bool:
+    return bool((os.environ if env is None else env).get("TINKER_CREDENTIAL_CMD"))
+
+
 def normalise_base_url(url: str) -> str:
     """One spelling per server, so that clients of one account find each other."""
-    parts = urlsplit(url.strip())
+    if not isinstance(url, str):
+        raise ConfigError(f"base_url is {url!r}; it must be a text.")
+    try:
+        parts = urlsplit(url.strip())
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"base_url is not a URL ({error}). It looks like http://host:port.") from None
+    if "@" in parts.netloc:
+        raise ConfigError("base_url holds a user name or password; pass the key as api_key instead.")
     scheme = parts.scheme.lower()
-    if scheme not in _DEFAULT_PORTS or not parts.hostname:
+    if scheme not in _DEFAULT_PORTS or not parts.hostname or any(map(str.isspace, url.strip())):
         raise ConfigError(
             f"base_url is {url!r}; it must look like http://host:port or https://host/path (see TINKER_BASE_URL)."
         )
-    if parts.username or parts.password:
-        raise ConfigError("base_url holds a user name or password; pass the key as api_key instead.")
     if parts.query or parts.fragment:
         raise ConfigError(f"base_url is {url!r}; it must not have a query or a fragment.")
-    try:
-        port = parts.port
-    except ValueError:
-        raise ConfigError(f"base_url is {url!r}; its port is not a number from 0 to 65535.") from None
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     suffix = "" if port is None or port == _DEFAULT_PORTS[scheme] else f":{port}"
     return f"{scheme}://{host}{suffix}{parts.path.rstrip('/')}"
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None and name == "max_inflight":
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{name} is {value!r}; it must be a number greater than 0.")
 
 
 def _find_key(
     argument: str | None, env: Mapping[str, str], command: str | None, credentials_file: Path | None
 ) -> str | None:
     for key, source in ((argument, "the argument api_key"), (env.get("TINKER_API_KEY"), "TINKER_API_KEY")):
+        if key is not None and not isinstance(key, str):
+            raise ConfigError(f"The API key from {source} is a {type(key).__name__}; it must be a text.")
         if key and command and not has_key_prefix(key):
             return None  # a malformed key gives way to a configured command
         if key:
@@ -149,10 +199,7 @@ def _find_key(
         return None
     if key := stored_key(credentials_file):
         return check_key(key, "the credentials file")
-    raise ConfigError(
-        "No API key. Pass api_key=..., set TINKER_API_KEY, or set TINKER_CREDENTIAL_CMD. "
-        "A server of your own that has no keys configured takes any key, such as 'tml-local'."
-    )
+    raise ConfigError(NO_KEY)
 
 
 def _access_headers(env: Mapping[str, str]) -> dict[str, str]:
@@ -161,3 +208,11 @@ def _access_headers(env: Mapping[str, str]) -> dict[str, str]:
         "CF-Access-Client-Secret": "CLOUDFLARE_ACCESS_CLIENT_SECRET",
     }
     return {header: env[variable] for header, variable in names.items() if env.get(variable)}
+
+
+def _obey_log_settings(env: Mapping[str, str]) -> None:
+    level = env.get("TINKER_LOG")
+    if level in ("debug", "info"):
+        show_log(level)
+    if env.get("TINKER_SUBPROCESS_SAMPLING"):
+        logger.info("TINKER_SUBPROCESS_SAMPLING is set and not needed: sampling does not block other work here.")

@@ -12,6 +12,7 @@ import functools
 import itertools
 import logging
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -19,7 +20,9 @@ from typing import Literal
 
 from tinsmith._version import PROTOCOL_VERSION
 from tinsmith.client import futures
+from tinsmith.client.config import Config
 from tinsmith.client.connection import Call, Connection
+from tinsmith.client.once import Once
 from tinsmith.client.transport import HttpResponse, Traffic
 from tinsmith.errors import NotFoundError, RequestExpiredError, TinkerError
 from tinsmith.types import (
@@ -37,11 +40,14 @@ HEARTBEAT_SECONDS = 10.0
 HEARTBEAT_WARNING_SECONDS = 120.0
 QUICK_TIMEOUT_SECONDS = 10.0
 MIN_REFRESH_SECONDS = 10
+FINISH_SECONDS = 5.0
 EXIT_SECONDS = 2.0
 
 FinishStatus = Literal["success", "errored", "interrupted"]
 
 _open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+_inherited: weakref.WeakValueDictionary[tuple[tuple[str, str], str], Session] = weakref.WeakValueDictionary()
+_inherited_lock = threading.Lock()
 
 
 class Session:
@@ -56,9 +62,14 @@ class Session:
         self.connection = connection
         self.session_id: str | None = None
         self._inherited_id = session_id
-        self._user_metadata = dict(user_metadata or {})
-        self._display_name = display_name
-        self._opening = asyncio.Lock()
+        self._request = CreateSessionRequest(
+            tags=list(connection.config.tags),
+            user_metadata=dict(user_metadata or {}),
+            sdk_version=PROTOCOL_VERSION,
+            project_id=connection.config.project_id,
+            display_name=display_name,
+        )
+        self._opening: Once[str] = Once()
         self._keeper: asyncio.Task[None] | None = None
         self._finished = False
         # Numbers within the session. next() on a count is atomic, so any thread may take one.
@@ -73,23 +84,15 @@ class Session:
 
     async def open(self) -> str:
         """The session's id; the first call creates it, concurrent ones wait for that."""
-        if self.session_id is None:
-            async with self._opening:
-                if self.session_id is None:
-                    self.session_id = self._inherited_id or await self._create()
-                    self._begin()
+        return self.session_id or await self._opening.do(self._open)
+
+    async def _open(self) -> str:
+        self.session_id = self._inherited_id or await self._create()
+        self._begin(self.session_id)
         return self.session_id
 
     async def _create(self) -> str:
-        config = self.connection.config
-        request = CreateSessionRequest(
-            tags=list(config.tags),
-            user_metadata=self._user_metadata,
-            sdk_version=PROTOCOL_VERSION,
-            project_id=config.project_id,
-            display_name=self._display_name,
-        )
-        call = Call("POST", "/api/v1/create_session", wire_json.encode(request), Traffic.SESSION)
+        call = Call("POST", "/api/v1/create_session", wire_json.encode(self._request), Traffic.SESSION)
         created = await self.connection.call_for(CreateSessionResponse, call)
         for level, message in (
             (logging.INFO, created.info_message),
@@ -100,12 +103,11 @@ class Session:
                 logger.log(level, "%s", message)
         return created.session_id
 
-    def _begin(self) -> None:
-        assert self.session_id is not None
+    def _begin(self, session_id: str) -> None:
         self._keeper = self.connection.loop.start_task(_keep_alive(weakref.ref(self)))
         if not self.is_inherited:
             _open_sessions.add(self)
-            self.connection.start_reporting(self.session_id)
+            self.connection.start_reporting(session_id)
 
     async def heartbeat(self) -> None:
         assert self.session_id is not None
@@ -118,7 +120,7 @@ class Session:
         body = wire_json.encode(ClientConfigRequest(sdk_version=PROTOCOL_VERSION))
         try:
             response = await self._quick("/api/v1/client/dynamic_config", body)
-            account.dynamic_flags = wire_json.decode(ClientDynamicConfigResponse, response.body)
+            account.use_dynamic_flags(wire_json.decode(ClientDynamicConfigResponse, response.body))
         except NotFoundError:
             pass  # an older server: the defaults hold
         except TinkerError as error:
@@ -139,16 +141,27 @@ class Session:
         self._finished = True
         body = wire_json.encode({"reason": {"type": status}, "detail": detail})
         path = f"/api/v1/sessions/{self.session_id}/finish"
-        call = Call("POST", path, body, Traffic.SESSION, timeout=QUICK_TIMEOUT_SECONDS)
+        call = Call("POST", path, body, Traffic.SESSION, timeout=FINISH_SECONDS)
         try:
-            async with asyncio.timeout(QUICK_TIMEOUT_SECONDS):
+            async with asyncio.timeout(FINISH_SECONDS):
                 await self.connection.call(call)
         except (TinkerError, TimeoutError) as error:
             logger.warning("The server was not told that the session ended (%s); it will expire there.", error)
 
 
+def inherited_session(config: Config, session_id: str) -> Session:
+    """A session that another process opened. Copies that arrive here share one, with its connections and heartbeat."""
+    with _inherited_lock:
+        session = _inherited.get((config.account, session_id))
+        if session is None:
+            session = Session(Connection(config), session_id=session_id)
+            _inherited[config.account, session_id] = session
+            futures.run(session.open, session.connection.loop)
+        return session
+
+
 async def _keep_alive(ref: weakref.ref[Session]) -> None:
-    last_success = time.monotonic()
+    last_success = warned = time.monotonic()
     refresh_at = 0.0
     while (session := ref()) is not None:
         if time.monotonic() >= refresh_at:
@@ -160,14 +173,14 @@ async def _keep_alive(ref: weakref.ref[Session]) -> None:
             return
         try:
             await session.heartbeat()
-            last_success = time.monotonic()
+            last_success = warned = time.monotonic()
         except RequestExpiredError:
             return
         except TinkerError as error:
-            silent = time.monotonic() - last_success
-            if silent >= HEARTBEAT_WARNING_SECONDS:
-                last_success = time.monotonic()
-                logger.warning("No heartbeat has reached the server for %.0f s: %s", silent, error)
+            now = time.monotonic()
+            if now - warned >= HEARTBEAT_WARNING_SECONDS:
+                warned = now
+                logger.warning("No heartbeat has reached the server for %.0f s: %s", now - last_success, error)
         del session
 
 

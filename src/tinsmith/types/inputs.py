@@ -299,10 +299,14 @@ def _first_dimension(data: bytes) -> int:
     start = 1 if data[:1] == b"\xfe" else 0
     if data[start : start + 1] not in (bytes([kind]) for kind in range(8)):
         raise InvalidInputError("DmelChunk.dmel does not start with the header of a tensor", field="DmelChunk.dmel")
-    dimensions, position = _varint(data, start + 1)
-    if dimensions == 0:
+    count, position = _varint(data, start + 1)
+    shape = []
+    for _ in range(count):
+        length, position = _varint(data, position)
+        shape.append(length)
+    if not shape:
         raise InvalidInputError("DmelChunk.dmel holds a scalar, which has no length", field="DmelChunk.dmel")
-    return _varint(data, position)[0]
+    return shape[0]
 
 
 def _varint(data: bytes, position: int) -> tuple[int, int]:
