@@ -20,7 +20,7 @@ from tests.support.script import Reply, detail, ok
 from tests.support.world import ADAM, Checkpoint, Model, Sampler, Session, World
 
 T = TypeVar("T")
-BASE_MODELS = ("tiny/model-1", "tiny/model-2")
+BASE_MODELS = ("tiny/model-1", "tiny/model-2", "Qwen/Qwen3-8B")
 _LORA = {"rank": 32, "train_unembed": True, "train_mlp": True, "train_attn": True}
 _NOT_OBJECT = {
     "type": "model_attributes_type",

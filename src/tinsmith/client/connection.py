@@ -11,7 +11,7 @@ import sys
 import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -99,6 +99,9 @@ class Connection:
         self._transport = Transport(config)
         self._static_headers = {**_identity_headers(), **config.default_headers}
         self._closed = False
+        """No new work."""
+        self._disconnected = False
+        """Nothing goes out any more, not even the goodbye."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._on_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._reporter: TelemetryReporter | None = None
@@ -132,7 +135,8 @@ class Connection:
         key = f"tinsmith-{uuid.uuid4()}" if call.method != "GET" else None
 
         async def attempt(number: int) -> HttpResponse:
-            self.check_open()
+            if self._disconnected:
+                raise closed_error()
             value = credential or await self.account.token.current(self._exchange)
             request = self._request(call, number, value, key)
             response = await self._send(call.traffic, request)
@@ -294,12 +298,13 @@ class Connection:
         self._on_close = [ref for ref in self._on_close if ref() is not None]
         self._on_close.append(weakref.WeakMethod(action))
 
-    async def close(self) -> None:
-        """Ends every call in progress with `ClientClosedError` and closes the pools."""
+    async def close(self, farewell: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Ends every call in progress with `ClientClosedError`, lets the owner say goodbye, and closes the pools.
+
+        Whoever waits learns of it first: a server that does not answer the goodbye must not keep them waiting.
+        """
         if self._closed:
             return
-        if self._reporter is not None:
-            await self._reporter.close()
         self._closed = True
         for ref in self._on_close:
             action = ref()
@@ -310,6 +315,11 @@ class Connection:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        if farewell is not None:
+            await farewell()
+        if self._reporter is not None:
+            await self._reporter.close()
+        self._disconnected = True
         await self._transport.close()
 
 

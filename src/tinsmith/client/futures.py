@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, TypeVar
 
-from tinsmith.client.loop import BackgroundLoop, background_loop
+from tinsmith.client.loop import BackgroundLoop, background_loop, check_not_forked, is_loop_thread
 from tinsmith.errors import WouldDeadlockError
 
 T = TypeVar("T")
-
-_condition_lock = threading.Lock()
 
 
 class APIFuture(Future[T]):
@@ -40,12 +39,9 @@ class APIFuture(Future[T]):
 
     @property
     def _condition(self) -> threading.Condition:  # type: ignore[override]
-        try:
-            condition: threading.Condition = self.__dict__["_own_condition"]
-        except KeyError:
-            with _condition_lock:
-                condition = self.__dict__.setdefault("_own_condition", threading.Condition())
-        return condition
+        condition: threading.Condition | None = self.__dict__.get("_own_condition")
+        # Two threads may both find none; setdefault is atomic, so that they end up with the same one.
+        return condition or self.__dict__.setdefault("_own_condition", threading.Condition())  # type: ignore[no-any-return]
 
     def result(self, timeout: float | None = None) -> T:
         self._check_can_block()
@@ -60,6 +56,8 @@ class APIFuture(Future[T]):
             return await self
 
     def __await__(self) -> Generator[Any, None, T]:
+        if not self.done():
+            check_not_forked()
         return asyncio.wrap_future(self).__await__()
 
     def future(self) -> Future[T]:
@@ -98,23 +96,38 @@ class APIFuture(Future[T]):
     def _check_can_block(self) -> None:
         if self.done():
             return
-        if background_loop().is_current_thread():
+        check_not_forked()
+        if is_loop_thread():
             raise WouldDeadlockError(
                 "result() was called on Tinsmith's own event-loop thread (from a hook or a done-callback), where it "
                 "could never return. Do the waiting in another thread, or use `await`."
             )
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        warnings.warn(
-            "result() blocks the running event loop until the operation is done; write `await future` instead.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+        if _blocks_a_loop():
+            warnings.warn(
+                "This call blocks the running event loop until the operation is done; `await` the future, or the "
+                "method's twin that ends in _async, instead.",
+                RuntimeWarning,
+                stacklevel=_levels_to_user_code(),
+            )
 
 
 AwaitableConcurrentFuture = APIFuture
+
+
+def _blocks_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return "ipykernel" not in sys.modules  # every notebook cell runs inside a loop, where blocking is what one means
+
+
+def _levels_to_user_code() -> int:
+    """The `stacklevel` at which the caller of `_check_can_block` sees the first frame outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("tinsmith."):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def run(make: Callable[[], Coroutine[Any, Any, T]], loop: BackgroundLoop | None = None) -> APIFuture[T]:
@@ -127,18 +140,18 @@ def run(make: Callable[[], Coroutine[Any, Any, T]], loop: BackgroundLoop | None 
 
 def _start(loop: BackgroundLoop, make: Callable[[], Coroutine[Any, Any, T]], future: APIFuture[T]) -> None:
     if not future.cancelled():
-        task = loop.start_task(settle(make(), future))
+        task = loop.start_task(settle(make, future))
         future.when_cancelled(lambda: loop.cancel_soon(task))
 
 
-async def settle(coroutine: Coroutine[Any, Any, T], future: APIFuture[T]) -> None:
-    """Awaits the coroutine and hands what comes of it to the future."""
+async def settle(make: Callable[[], Coroutine[Any, Any, T]], future: APIFuture[T]) -> None:
+    """Awaits what `make` gives and hands what comes of it to the future, whatever that is."""
     try:
-        future.resolve(await coroutine)
+        result = await make()
     except asyncio.CancelledError:
         future.fail(CancelledError())
         raise
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - SystemExit too: it is for the caller, not for the loop
         future.fail(error)
-        if not isinstance(error, Exception):
-            raise
+    else:
+        future.resolve(result)

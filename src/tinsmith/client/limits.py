@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
+from concurrent.futures import Future
 from typing import Protocol
 
 from tinsmith.errors import PendingLimitError
@@ -62,8 +63,8 @@ class WaitingSample(Protocol):
     byte_cost: int
 
     def is_abandoned(self) -> bool: ...
-    def submit(self) -> None:
-        """Starts the submission; calls `SampleGate.submitted(byte_cost)` when it is over."""
+    def submit(self, charge: int) -> None:
+        """Starts the submission; calls `SampleGate.submitted(charge)` when it is over."""
 
 
 class SampleLane:
@@ -87,7 +88,7 @@ class SampleLane:
 
     def empty(self) -> list[WaitingSample]:
         """Takes out all that wait."""
-        waiting = list(self._waiting)
+        waiting = [sample for sample in self._waiting if not sample.is_abandoned()]
         self._waiting.clear()
         return waiting
 
@@ -117,6 +118,7 @@ class SampleGate:
 
     def resize(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
+        self._admit()
 
     def ready(self, lane: SampleLane) -> None:
         """The lane may have a sample to submit."""
@@ -124,9 +126,9 @@ class SampleGate:
             self._lanes.append(lane)
         self._admit()
 
-    def submitted(self, byte_cost: int) -> None:
+    def submitted(self, charge: int) -> None:
         self._submitting -= 1
-        self._bytes_submitting -= byte_cost
+        self._bytes_submitting -= charge
         self._admit()
 
     def back_off(self, seconds: float) -> None:
@@ -146,11 +148,10 @@ class SampleGate:
             if sample is None:
                 continue  # it comes back through ready()
             self._lanes.append(lane)
-            if throttled:
-                sample.byte_cost *= THROTTLED_BYTE_FACTOR
+            charge = sample.byte_cost * (THROTTLED_BYTE_FACTOR if throttled else 1)
             self._submitting += 1
-            self._bytes_submitting += sample.byte_cost
-            sample.submit()
+            self._bytes_submitting += charge
+            sample.submit(charge)
         if self._lanes and throttled:
             self._look_again_at(self._closed_until if now < self._closed_until else self._throttled_until)
 
@@ -161,29 +162,80 @@ class SampleGate:
 
 
 class PendingSlots:
-    """Bounds the unfinished samples of an account. Taken on the caller's thread, given back on the loop's."""
+    """Bounds the unfinished samples of an account; whoever finds it full waits in line.
+
+    Taken on any thread, given back on the loop's. A slot that was promised to someone who gave up goes to the next.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._taken = 0
+        self._line: deque[_InLine] = deque()
 
     def try_take(self, limit: int) -> bool:
-        with self._changed:
-            if self._taken >= limit:
+        with self._lock:
+            if self._taken >= limit or self._line:
                 return False
             self._taken += 1
             return True
 
-    def take(self, limit: int) -> None:
+    def take(self, limit: int, owner: object) -> None:
         """Waits until there is room."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._taken < limit)
-            self._taken += 1
+        place = self._line_up(limit, owner)
+        try:
+            place.result()
+        except BaseException:
+            self._leave(place)
+            raise
+
+    async def take_async(self, limit: int, owner: object) -> None:
+        """The same for coroutines: no thread waits."""
+        place = self._line_up(limit, owner)
+        try:
+            await asyncio.wrap_future(place)
+        except BaseException:
+            self._leave(place)
+            raise
 
     def give_back(self) -> None:
-        with self._changed:
+        with self._lock:
             self._taken -= 1
-            self._changed.notify()
+            self._admit()
+
+    def turn_away(self, owner: object, error: Exception) -> None:
+        """Ends the wait of everyone in line for this owner."""
+        with self._lock:
+            turned_away = [place for place in self._line if place.owner is owner]
+            self._line = deque(place for place in self._line if place.owner is not owner)
+        for place in turned_away:
+            if place.set_running_or_notify_cancel():
+                place.set_exception(error)
+
+    def _line_up(self, limit: int, owner: object) -> _InLine:
+        place = _InLine(limit, owner)
+        with self._lock:
+            self._line.append(place)
+            self._admit()
+        return place
+
+    def _admit(self) -> None:
+        while self._line and self._taken < self._line[0].limit:
+            place = self._line.popleft()
+            if place.set_running_or_notify_cancel():
+                self._taken += 1
+                place.set_result(None)
+
+    def _leave(self, place: _InLine) -> None:
+        """Gives back what was promised meanwhile; a place in line that is cancelled is passed over."""
+        if not place.cancel() and place.exception() is None:
+            self.give_back()
+
+
+class _InLine(Future[None]):
+    def __init__(self, limit: int, owner: object) -> None:
+        super().__init__()
+        self.limit = limit
+        self.owner = owner
 
 
 def refuse_pending(limit: int) -> PendingLimitError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 import os
 import threading
 from collections import deque
@@ -16,6 +17,8 @@ from typing import Any
 
 from tinsmith.errors import ForkedProcessError
 
+logger = logging.getLogger(__name__)
+
 
 class BackgroundLoop:
     def __init__(self) -> None:
@@ -23,8 +26,17 @@ class BackgroundLoop:
         self._inbox: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
         self._wake_up_due = False
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._thread = threading.Thread(target=self.asyncio_loop.run_forever, name="tinsmith", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tinsmith", daemon=True)
         self._thread.start()
+
+    def _run(self) -> None:
+        """Goes on whatever is raised: asyncio lets SystemExit (from a hook, say) through, and every call would hang."""
+        while True:
+            try:
+                self.asyncio_loop.run_forever()
+                return
+            except BaseException as error:  # noqa: BLE001
+                logger.error("%r was raised on Tinsmith's event loop, which goes on.", error, exc_info=error)
 
     def post(self, callback: Callable[..., object], *args: Any) -> None:
         """Runs a callback on the loop, in the order of the calls, from whatever thread they come.
@@ -70,17 +82,25 @@ _forked = False
 def background_loop() -> BackgroundLoop:
     """The loop of this process; concurrent first calls create it once."""
     global _current
+    check_not_forked()
+    if _current is None:
+        with _lock:
+            if _current is None:
+                _current = BackgroundLoop()
+    return _current
+
+
+def check_not_forked() -> None:
     if _forked:
         raise ForkedProcessError(
             "This process was forked from one that had already used Tinsmith, and its network threads do not exist "
             "here. Start workers with multiprocessing.get_context('spawn') (or 'forkserver'), or make the first "
             "client after the fork."
         )
-    if _current is None:
-        with _lock:
-            if _current is None:
-                _current = BackgroundLoop()
-    return _current
+
+
+def is_loop_thread() -> bool:
+    return _current is not None and _current.is_current_thread()
 
 
 def _after_fork_in_child() -> None:

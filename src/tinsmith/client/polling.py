@@ -56,13 +56,17 @@ async def retrieve(
     subject: str,
     roundtrip: float | None = None,
     payload_size: int | None = None,
+    progress_timeout: float | None = None,
 ) -> T:
     """Polls until the operation is done. A known payload size saves the question for it."""
-    return await _Poll(connection, kind, request_id, subject).run(roundtrip, payload_size)
+    poll = _Poll(connection, kind, request_id, subject, progress_timeout or connection.config.progress_timeout)
+    return await poll.run(roundtrip, payload_size)
 
 
 class _Poll(Generic[T]):
-    def __init__(self, connection: Connection, kind: ResultKind[T], request_id: str, subject: str) -> None:
+    def __init__(
+        self, connection: Connection, kind: ResultKind[T], request_id: str, subject: str, progress_timeout: float
+    ) -> None:
         self._connection = connection
         self._kind = kind
         self._request_id = request_id
@@ -71,7 +75,8 @@ class _Poll(Generic[T]):
         self._iteration = 0
         self._quick_answers = 0
         self._alive_since = time.monotonic()
-        policy = connection.retry_policy(connection.config.progress_timeout)
+        self._progress_timeout = progress_timeout
+        policy = connection.retry_policy(progress_timeout)
         self._retry = Retry(policy._replace(max_attempts=1_000_000))
 
     async def run(self, roundtrip: float | None, payload_size: int | None) -> T:
@@ -137,7 +142,7 @@ class _Poll(Generic[T]):
             await asyncio.sleep(pace * (1 - 0.25 * random.random()))
 
     def _check_progress(self) -> None:
-        limit = self._connection.config.progress_timeout
+        limit = self._progress_timeout
         if time.monotonic() - max(self._alive_since, self._connection.last_progress) > limit:
             raise NoProgressError(
                 message=f"{self._kind.request_type} {self._request_id} is still pending, and no operation of this "

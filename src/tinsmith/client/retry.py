@@ -19,13 +19,15 @@ refused before it was sent      fail                     yes
 ==============================  =======================  ==========
 
 An empty 400 comes from a proxy in front of the server, not from the server. Tries and time are bounded by a
-`RetryPolicy`; every try is told to the hooks as one `Attempt` record by the caller that made it.
+`RetryPolicy`; every try is told to the hooks as one `Attempt` record by the caller that made it. Retry-After decides
+the pause where the server sends it; one that reaches beyond the time limit ends the tries at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import enum
+import itertools
 import math
 import random
 import time
@@ -38,6 +40,7 @@ from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
+    ConfigError,
     InvalidInputError,
     RequestExpiredError,
     RequestFailedError,
@@ -47,6 +50,19 @@ T = TypeVar("T")
 
 MAX_EMPTY_400 = 3
 BILLING_PAUSE_SECONDS = 5.0
+
+
+class Clock:
+    """Time as the retries see it. Tests put another one in its place, so that nobody waits."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+
+
+SYSTEM_CLOCK = Clock()
 
 
 class Action(enum.Enum):
@@ -73,12 +89,22 @@ def classify(error: BaseException, *, idempotent: bool = True) -> Verdict:
         return Verdict(Action.FAIL, False)
     if isinstance(error, APIConnectionError | TimeoutError):
         return Verdict(Action.RETRY, False)
-    return Verdict(Action.FAIL, isinstance(error, InvalidInputError) or _cause_is_user_error(error))
+    refused_here = isinstance(error, InvalidInputError | ConfigError)
+    return Verdict(Action.FAIL, refused_here or _cause_is_user_error(error))
 
 
 def is_user_error(error: BaseException) -> bool:
     """Whether the user's request was at fault, rather than the server or the network."""
     return classify(error).is_user_error
+
+
+def may_have_arrived(error: BaseException) -> bool:
+    """Whether the server may have accepted the request although this is all that came back."""
+    if isinstance(error, APIStatusError):
+        return error.status_code in (408, 409) or error.status_code >= 500
+    if isinstance(error, APIConnectionError):
+        return not isinstance(error.__cause__, ConnectionError)  # that one says that there never was a connection
+    return isinstance(error, APIResponseValidationError)
 
 
 def _classify_status(error: APIStatusError, idempotent: bool) -> Verdict:
@@ -168,22 +194,23 @@ class RetryConfig(msgspec.Struct, frozen=True):
 class Retry:
     """The state of one call being tried again. `pause_after(error)` gives the wait, or raises the error."""
 
-    def __init__(
-        self, policy: RetryPolicy, *, idempotent: bool = True, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, policy: RetryPolicy, *, idempotent: bool = True, clock: Clock = SYSTEM_CLOCK) -> None:
         self.policy = policy
-        self.attempts = 0
+        self.clock = clock
+        self.in_doubt = False
+        """Whether the server may have accepted one of the tries that failed."""
+        self.final_statuses: tuple[int, ...] = ()
+        """Statuses that end the tries, whatever the table says."""
         self._idempotent = idempotent
-        self._clock = clock
         self._failures = 0
         self._empty_400s = 0
-        self._started = clock()
+        self._started = clock.now()
         self._billing_started: float | None = None
 
     def progressed(self) -> None:
         """The server answered properly: the limits start anew."""
-        self._started = self._clock()
-        self._failures = 0
+        self._started = self.clock.now()
+        self._failures = self._empty_400s = 0
         self._billing_started = None
 
     def others_progressed(self, when: float) -> None:
@@ -195,33 +222,41 @@ class Retry:
 
         What the server asks for decides, then the default, then the policy.
         """
-        action = classify(error, idempotent=self._idempotent).action
-        if action is Action.FAIL and isinstance(error, self.policy.retryable_exceptions):
-            action = Action.RETRY
+        self.in_doubt = self.in_doubt or may_have_arrived(error)
+        action = self._action(error)
         if action is Action.PAUSE:
             return self._billing_pause(error)
         if action is not Action.RETRY or self._is_exhausted(error):
             raise error
         self._failures += 1
-        wait = getattr(error, "retry_after", None)
-        if wait is None:
-            wait = self.policy.delay(self._failures - 1) if default is None else default
-        if self._clock() + wait > self._started + self.policy.max_seconds:
+        # A server that asks for no wait at all, every time, would be asked without end.
+        wait = getattr(error, "retry_after", None) or default or self.policy.delay(self._failures - 1)
+        if self.clock.now() + wait > self._started + self.policy.max_seconds:
             raise error
         return float(wait)
+
+    def _action(self, error: Exception) -> Action:
+        if getattr(error, "status_code", None) in self.final_statuses:
+            return Action.FAIL
+        action = classify(error, idempotent=self._idempotent).action
+        if action is Action.FAIL and isinstance(error, self.policy.retryable_exceptions):
+            return Action.RETRY
+        return action
 
     def _is_exhausted(self, error: Exception) -> bool:
         if isinstance(error, APIStatusError) and is_empty_400(error):
             self._empty_400s += 1
-            return self._empty_400s > MAX_EMPTY_400
+            if self._empty_400s > MAX_EMPTY_400:
+                return True
         return self._failures + 1 >= self.policy.max_attempts
 
     def _billing_pause(self, error: Exception) -> float:
-        now = self._clock()
+        now = self.clock.now()
         if self._billing_started is None:
             self._billing_started = now
         if now - self._billing_started >= self.policy.billing_pause_limit:
             raise error
+        self._started = now  # the limit on retries is for a server that fails, and this one does not
         return BILLING_PAUSE_SECONDS
 
 
@@ -229,30 +264,25 @@ Observer = Callable[[int, float, "T | Exception", float | None], None]
 """Told about every try: its number, its seconds, what came of it, and the pause before the next one if there is one."""
 
 
-async def with_retries(
-    attempt: Callable[[int], Awaitable[T]],
-    retry: Retry,
-    observe: Observer[T],
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-) -> T:
+async def with_retries(attempt: Callable[[int], Awaitable[T]], retry: Retry, observe: Observer[T]) -> T:
     """Calls `attempt(number)` until it succeeds or its error is final."""
-    while True:
-        retry.attempts += 1
+    for number in itertools.count(1):
         started = time.perf_counter()
         try:
-            result = await attempt(retry.attempts)
+            result = await attempt(number)
         except Exception as error:
             elapsed = time.perf_counter() - started
             try:
                 pause = retry.pause_after(error)
             except Exception:
-                observe(retry.attempts, elapsed, error, None)
+                observe(number, elapsed, error, None)
                 raise
-            observe(retry.attempts, elapsed, error, pause)
+            observe(number, elapsed, error, pause)
         else:
-            observe(retry.attempts, time.perf_counter() - started, result, None)
+            observe(number, time.perf_counter() - started, result, None)
             return result
-        await sleep(pause)
+        await retry.clock.sleep(pause)
+    raise AssertionError("a count has no end")
 
 
 def parse_retry_after(headers: Mapping[str, str], now: Callable[[], float] = time.time) -> float | None:
@@ -288,8 +318,8 @@ def _http_date(text: str | None) -> float | None:
         return None
     from email.utils import mktime_tz, parsedate_tz  # costs 10 ms to import, and dates are rare
 
-    parsed = parsedate_tz(text)
     try:
+        parsed = parsedate_tz(text)
         return float(mktime_tz(parsed)) if parsed else None
     except (ValueError, OverflowError):
         return None

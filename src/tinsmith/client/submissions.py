@@ -20,7 +20,7 @@ from tinsmith.wire.zstd import can_compress
 LossConfig = Mapping[str, float | str]
 
 NOT_UNDERSTOOD = (400, 415, 422, 500)
-"""How a server that knows only JSON answers to protobuf. 500 comes from FastAPI, which fails to repeat what it refuses."""
+"""How a server that knows only JSON answers to protobuf. FastAPI fails to repeat what it refuses, hence 500."""
 
 
 class JsonSubmission:

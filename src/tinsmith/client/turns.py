@@ -8,42 +8,56 @@ An operation passes through four stages:
               model is sent meanwhile, so a slow submission delays the ones behind it; encoding does not.
 4. collect    its result is polled for, while later operations take their turns.
 
-A number is given out at the turn, so an operation that fails or is cancelled before leaves no hole. One that the
-server refuses has used its number up; the server counts it as failed. One that is cancelled while it is being sent
-goes on to be sent, and only the wait for its result ends.
+A number is given out at the turn, so an operation that fails or is cancelled before leaves no hole. One that is
+cancelled while it is being sent goes on to be sent, and only the wait for its result ends. What a submission does to
+its number depends on the answer:
 
-If every try to send an operation failed without an answer, the server may or may not have it. Repeating the very same
-operation is safe then, because the server recognises the number; anything else would build on an unknown state and
-is refused with `UnconfirmedOperationError`.
+==========================================  =======================================================================
+accepted                                    taken
+refused by the server (4xx with JSON)       taken: the server counts it as failed
+not accepted (401, 402, 429, no connection, free: the next operation gets it
+a proxy's own answer)
+no answer, 5xx, an answer without sense     unknown: the server may or may not have the operation
+==========================================  =======================================================================
+
+With an unknown number, repeating the very same operation is safe, because the server recognises the number; anything
+else would build on an unknown state and is refused with `UnconfirmedOperationError`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
+import enum
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tinsmith.client.connection import Connection, closed_error
 from tinsmith.client.futures import APIFuture, settle
-from tinsmith.client.retry import Action, classify
-from tinsmith.errors import UnconfirmedOperationError
+from tinsmith.client.retry import Retry, is_empty_400, may_have_arrived
+from tinsmith.errors import APIStatusError, UnconfirmedOperationError, WouldDeadlockError
 from tinsmith.types import UntypedAPIFuture
 
 T = TypeVar("T")
+
+_user_code_of: contextvars.ContextVar[TurnQueue | None] = contextvars.ContextVar("_user_code_of", default=None)
 
 
 class Submission(Protocol):
     """One request of an operation, encoded but for its number."""
 
     @property
-    def fingerprint(self) -> bytes:
+    def fingerprint(self) -> object:
         """Equal for equal requests, whatever their number."""
 
-    async def send(self, seq_id: int) -> UntypedAPIFuture: ...
+    async def send(self, seq_id: int, retry: Retry) -> UntypedAPIFuture: ...
 
 
 class Operation(Generic[T]):
+    """`prepare` gives the submissions, possibly none; `collect` turns what the server answered to them into the result."""
+
     def __init__(
         self,
         *,
@@ -56,16 +70,28 @@ class Operation(Generic[T]):
         self.prepare = prepare
         self.collect = collect
         self.byte_cost = byte_cost
+        self.reserved_bytes = 0
         self.in_parallel = in_parallel
         """Whether several submissions may be sent at once; asked at the turn, when the server's flags are known."""
         self.stage: asyncio.Task[Any] | None = None
         """What cancelling interrupts: the preparation or the collection. Sending is never interrupted."""
 
 
+class _Number(enum.Enum):
+    TAKEN = "the server knows it"
+    FREE = "the server does not know it"
+    UNKNOWN = "the server may know it"
+
+
+class _Sent(NamedTuple):
+    number: _Number
+    answer: UntypedAPIFuture | None = None
+    error: Exception | None = None
+
 
 class _Unconfirmed(NamedTuple):
     first_number: int
-    fingerprints: list[bytes]
+    fingerprints: list[object]
     error: Exception
 
 
@@ -81,134 +107,131 @@ class TurnQueue:
         self._unconfirmed: _Unconfirmed | None = None
         self._slots = asyncio.Semaphore(max_inflight) if max_inflight else None
 
-    def add(self, operation: Operation[T]) -> APIFuture[T]:
+    def add(self, operation: Operation[T], *, after: Operation[Any] | None = None) -> APIFuture[T]:
+        """Fixes the place of an operation. With `after` the two go together: nothing comes in between."""
         self._connection.check_open()
-        self._loop.post(self._accept, operation)
+        if _user_code_of.get() is self:
+            raise WouldDeadlockError(
+                "A custom loss called an operation of the training client that is computing it. The operation could "
+                "only be sent after the loss is known; call it before, or use another client for it."
+            )
+        self._loop.post(self._accept, [operation] if after is None else [after, operation])
         return operation.future
 
-    def _accept(self, operation: Operation[Any]) -> None:
-        if operation.future.cancelled():
-            return
-        operation.stage = self._loop.start_task(self._connection.guard(self._prepare(operation)))
-        operation.future.when_cancelled(lambda: self._loop.post(self._interrupt, operation))
-        self._waiting.append(operation)
+    @contextlib.contextmanager
+    def user_code(self) -> Iterator[None]:
+        """Marks a function of the user for which an operation of this queue waits."""
+        token = _user_code_of.set(self)
+        try:
+            yield
+        finally:
+            _user_code_of.reset(token)
+
+    # Preparing
+
+    def _accept(self, operations: Sequence[Operation[Any]]) -> None:
+        for operation in operations:
+            operation.stage = self._loop.start_task(self._prepare(operation))
+            operation.future.when_cancelled(lambda operation=operation: self._loop.post(self._interrupt, operation))
+            self._waiting.append(operation)
         if self._runner is None or self._runner.done():
-            self._runner = self._loop.start_task(self._connection.guard(self._run()))
+            self._runner = self._loop.start_task(self._run())
 
     def _interrupt(self, operation: Operation[Any]) -> None:
         if operation.stage is not None:
             self._loop.cancel_soon(operation.stage)
 
-    async def _prepare(self, operation: Operation[Any]) -> Sequence[Submission]:
-        budget = self._connection.account.training_bytes
-        await budget.acquire(operation.byte_cost)
+    async def _prepare(self, operation: Operation[Any]) -> Sequence[Submission] | None:
+        """Gives what is to be sent, or None if it cannot be; then the future knows why."""
+        submissions: list[Submission] = []
+
+        async def prepare() -> None:
+            await self._reserve(operation)
+            submissions.extend(await operation.prepare())
+
         try:
-            return await operation.prepare()
-        except BaseException:
-            budget.release(operation.byte_cost)
-            raise
+            await self._connection.guard(prepare())
+        except BaseException as error:  # noqa: BLE001 - it reaches the future
+            self._give_up(operation, error)
+            return None
+        return submissions
+
+    async def _reserve(self, operation: Operation[Any]) -> None:
+        """Bodies that wait to be sent are bounded in bytes, so that many large calls do not fill the memory."""
+        await self._connection.account.training_bytes.acquire(operation.byte_cost)
+        operation.reserved_bytes = operation.byte_cost
+
+    def _release(self, operation: Operation[Any]) -> None:
+        self._connection.account.training_bytes.release(operation.reserved_bytes)
+        operation.reserved_bytes = 0
+
+    def _give_up(self, operation: Operation[Any], error: BaseException) -> None:
+        self._release(operation)
+        operation.future.fail(error)
+
+    # Taking turns
 
     async def _run(self) -> None:
-        try:
+        with self._connection.tracked():
             while self._waiting:
-                await self._take_turn(self._waiting.popleft())
-        except asyncio.CancelledError:  # the client is being closed
-            for operation in self._waiting:
-                operation.future.fail(closed_error())
-            raise
+                await self._settle_turn(self._waiting.popleft())
 
-    async def _take_turn(self, operation: Operation[Any]) -> None:
-        """Sends one operation. Whatever goes wrong concerns its future alone."""
-        future = operation.future
-        assert operation.stage is not None
+    async def _settle_turn(self, operation: Operation[Any]) -> None:
+        """Whatever goes wrong in a turn concerns its own future alone, unless the client is being closed."""
         try:
-            submissions = await asyncio.shield(operation.stage)
+            await self._take_turn(operation)
         except asyncio.CancelledError:
-            if not operation.stage.cancelled():
-                future.fail(closed_error())
-                raise
-            return
-        except Exception as error:  # noqa: BLE001 - it reaches the future
-            future.fail(error)
-            return
-        operation.stage = None
-        if self._slots is not None:
-            await self._slots.acquire()
-        try:
-            answers = [] if future.cancelled() else await self._send(submissions, operation.in_parallel())
-        except asyncio.CancelledError:
-            future.fail(closed_error())
+            for each in (operation, *self._waiting):
+                self._give_up(each, closed_error())
             raise
         except Exception as error:  # noqa: BLE001 - it reaches the future
             self._connection.report(error)
-            future.fail(error)
-            answers = []
-        finally:
-            self._connection.account.training_bytes.release(operation.byte_cost)
-        if answers and not future.cancelled():
-            self._start_collecting(operation, answers)
-        else:
+            self._give_up(operation, error)
+
+    async def _take_turn(self, operation: Operation[Any]) -> None:
+        assert operation.stage is not None
+        await asyncio.wait([operation.stage])
+        submissions = operation.stage.result()
+        operation.stage = None
+        if submissions is None:
+            return
+        if self._slots is not None:
+            await self._slots.acquire()
+        try:
+            answers = None if operation.future.cancelled() else await self._send(operation, submissions)
+        except BaseException:
             self._free_slot()
+            raise
+        self._release(operation)
+        if answers is None or operation.future.cancelled():
+            self._free_slot()
+        else:
+            self._start_collecting(operation, answers)
 
     def _free_slot(self, _: object = None) -> None:
         if self._slots is not None:
             self._slots.release()
 
-    def _start_collecting(self, operation: Operation[T], answers: Sequence[UntypedAPIFuture]) -> None:
-        operation.future.request_id = answers[0].request_id
-        collected = self._connection.guard(operation.collect(answers))
-        operation.stage = self._loop.start_task(settle(collected, operation.future))
+    def _start_collecting(self, operation: Operation[Any], answers: Sequence[UntypedAPIFuture]) -> None:
+        if answers:
+            operation.future.request_id = answers[0].request_id
+        collect, guard = operation.collect, self._connection.guard
+        operation.stage = self._loop.start_task(settle(lambda: guard(collect(answers)), operation.future))
         operation.stage.add_done_callback(self._free_slot)
 
-    async def _send(self, submissions: Sequence[Submission], in_parallel: bool) -> list[UntypedAPIFuture]:
+    # Sending
+
+    async def _send(self, operation: Operation[Any], submissions: Sequence[Submission]) -> list[UntypedAPIFuture]:
         first = self._first_number(submissions)
-        send = _send_together if in_parallel and len(submissions) > 1 else _send_one_by_one
-        outcomes = await send(submissions, first)
-        self._next_number = first + len(outcomes)
-        errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        for error in errors:
-            if classify(error).action in (Action.RETRY, Action.PAUSE):
-                self._unconfirmed = _Unconfirmed(first, [each.fingerprint for each in submissions], error)
-                raise error
+        in_parallel = len(submissions) > 1 and operation.in_parallel()
+        sent = await (self._send_together if in_parallel else self._send_one_by_one)(submissions, first)
+        errors = [each.error for each in sent if each.error is not None]
+        answers = [each.answer for each in sent if each.answer is not None]
+        self._count(first, [each.number for each in sent])
         if errors:
+            if self._next_number is None:
+                self._unconfirmed = _Unconfirmed(first, [each.fingerprint for each in submissions], errors[0])
+            if answers:
+                errors[0].add_note(f"{len(answers)} of the call's {len(submissions)} chunks were accepted, and count.")
             raise errors[0]
-        return [outcome for outcome in outcomes if not isinstance(outcome, Exception)]
-
-    def _first_number(self, submissions: Sequence[Submission]) -> int:
-        if self._unconfirmed is None:
-            return self._next_number
-        first, fingerprints, error = self._unconfirmed
-        if [each.fingerprint for each in submissions] != fingerprints:
-            raise UnconfirmedOperationError(
-                f"Operation {first} of this model was sent but never confirmed ({error}), so what the model has seen is "
-                "not known. Repeat exactly that operation, or continue from a checkpoint in a new training client."
-            ) from error
-        self._unconfirmed = None
-        return first
-
-
-async def _send_one_by_one(submissions: Sequence[Submission], first: int) -> list[UntypedAPIFuture | Exception]:
-    """Stops at the first failure: what was not sent has used no number."""
-    outcomes: list[UntypedAPIFuture | Exception] = []
-    for number, submission in enumerate(submissions, first):
-        outcomes.append(await _outcome(submission.send(number)))
-        if isinstance(outcomes[-1], Exception):
-            break
-    return outcomes
-
-
-async def _send_together(submissions: Sequence[Submission], first: int) -> list[UntypedAPIFuture | Exception]:
-    """The first one last: servers start on it, and then find the others there already.
-
-    All are sent even if one fails, because a number that never arrives would hold up the server for ever.
-    """
-    later = [_outcome(each.send(number)) for number, each in enumerate(submissions[1:], first + 1)]
-    outcomes = list(await asyncio.gather(*later))
-    return [await _outcome(submissions[0].send(first)), *outcomes]
-
-
-async def _outcome(sending: Awaitable[UntypedAPIFuture]) -> UntypedAPIFuture | Exception:
-    try:
-        return await sending
-    except Exception as error:  # noqa: BLE001 - judged by the caller
-        return error
+        return answers

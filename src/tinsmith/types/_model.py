@@ -33,6 +33,19 @@ Secret = Annotated[T, _SECRET]
 """Marks a credential: its value appears in no repr and in no error."""
 
 
+class _DataclassFields:
+    """Lets `dataclasses.replace`, `fields` and `asdict` take a class for a dataclass, which code may expect of some.
+
+    Made on use: importing dataclasses takes as long as importing half of these types.
+    """
+
+    def __get__(self, instance: object, owner: type[Model]) -> dict[str, Any]:
+        from dataclasses import fields, make_dataclass
+
+        like = make_dataclass(owner.__name__, [name for name in owner.__struct_fields__ if not name.startswith("_")])
+        return {field.name: field for field in fields(like)}
+
+
 class ModelMeta(msgspec.StructMeta):
     """Makes every type frozen and keyword-only, and turns a bad call into an error that says what is wrong with it."""
 
@@ -43,6 +56,8 @@ class ModelMeta(msgspec.StructMeta):
         options = {"frozen": True, "kw_only": True, **options}
         cls = super().__new__(mcls, name, bases, namespace, **options)
         cls.positional = not options["kw_only"]
+        if cls.positional:
+            type.__setattr__(cls, "__dataclass_fields__", _DataclassFields())
         return cls
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +79,7 @@ class Model(msgspec.Struct, metaclass=ModelMeta, frozen=True):
     @classmethod
     def from_builtins(cls, value: object) -> Self:
         """The object for decoded JSON: a mapping of field names to values."""
-        raise NotImplementedError
+        return cls(**_fields_of(cls, value))
 
     def to_builtins(self, *, nulls: bool = False) -> dict[str, Any]:
         """A mapping ready for a JSON encoder. `nulls` also writes the fields that are `None`."""
@@ -132,10 +147,6 @@ class Request(Model):
                 loaded = field.load(value)
                 if loaded is not value:
                     msgspec.structs.force_setattr(self, field.name, loaded)
-
-    @classmethod
-    def from_builtins(cls, value: object) -> Self:
-        return cls(**_fields_of(cls, value))
 
 
 class Response(Model):

@@ -213,7 +213,8 @@ class TensorData:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"TensorData is immutable: cannot set {name!r}")
 
-    __delattr__ = __setattr__  # type: ignore[assignment]
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"TensorData is immutable: cannot delete {name!r}")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorData):
