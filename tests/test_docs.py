@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import tinsmith
 from docs import names
 from tests.support.server import FakeServer
 from tinsmith import errors

@@ -51,6 +51,8 @@ def test_appending_makes_a_new_input() -> None:
     mixed = ModelInput.empty().append(IMAGE).append_int(4).append_int(5)
     assert mixed.chunks == [IMAGE, EncodedTextChunk(tokens=[4, 5])]
     assert mixed.length == 9
+    with pytest.raises(InvalidInputError):
+        PROMPT.append_int(-1)
 
 
 def test_an_input_with_an_image_has_no_token_ids() -> None:

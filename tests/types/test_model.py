@@ -189,6 +189,8 @@ def test_a_changed_copy_is_checked_too() -> None:
     assert config.model_copy(update={"rank": 16}) == types.LoraConfig(rank=16)
     with pytest.raises(InvalidInputError):
         config.model_copy(update={"rank": -1})
+    with pytest.raises(InvalidInputError, match="has no field 'depth'"):
+        config.model_copy(update={"depth": 1})
 
 
 # --- responses are lenient ---

@@ -27,6 +27,12 @@ def test_builtins_are_written_as_they_are() -> None:
     assert wire.encode({"a": [1, None, "é"]}) == '{"a":[1,null,"é"]}'.encode()
 
 
+def test_numbers_of_numpy_are_written_and_what_has_no_json_form_is_refused() -> None:
+    assert wire.encode({"a": np.float32(0.5), "b": np.arange(2)}) == b'{"a":0.5,"b":[0,1]}'
+    with pytest.raises(InvalidInputError, match="`object` has no JSON form"):
+        wire.encode({"a": object()})
+
+
 def test_the_training_request_of_the_json_protocol() -> None:
     parts = wire.encode_forward_backward_parts([DATUM], "ppo", {"clip_low_threshold": 1})
     assert json.loads(parts) == {

@@ -95,6 +95,16 @@ def test_every_field_arrives() -> None:
     ]
 
 
+def test_a_byte_order_mark_is_dropped_at_the_start_and_only_there() -> None:
+    stream = b"\xef\xbb\xbfdata: a\n\n\xef\xbb\xbfdata: b\n\n"
+    for place in range(5):
+        assert _decoded([stream[:place], stream[place:]]) == [ServerSentEvent("a")]
+
+
+def test_an_id_with_a_nul_is_ignored() -> None:
+    assert _decoded([b"id: 1\ndata: a\n\nid: 2\0\ndata: b\n\n"])[1].id == "1"
+
+
 def test_an_event_cut_off_by_the_end_of_the_stream_is_not_reported() -> None:
     assert _decoded([b"data: whole\n\ndata: half\n"]) == [ServerSentEvent("whole")]
 

@@ -6,26 +6,31 @@ Thousands of waiting samples then need one connection instead of one each. The p
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 
-from tinsmith.client.connection import Call, Connection
+from tinsmith.client.connection import Call, Connection, decode
 from tinsmith.client.polling import POLL_TIMEOUT_SECONDS
 from tinsmith.client.retry import Retry
 from tinsmith.client.transport import Traffic
+from tinsmith.errors import NoProgressError
 from tinsmith.types import FutureFinished, FuturesRetrieveRequest, FuturesRetrieveResponse, SamplingSessionFuturesTarget
 from tinsmith.wire import json as wire_json
 
 MIN_INTERVAL_SECONDS = 0.02
 """Completions that come one by one are gathered for this long, so that they share a poll."""
+IDLE_INTERVAL_SECONDS = 0.5
+"""An answer without completions that comes sooner than this was no long poll, so we pace ourselves."""
 MAX_EARLY = 100_000
 
 
 class BatchPoller:
-    def __init__(self, connection: Connection, sampling_session_id: str, clone: int) -> None:
+    def __init__(self, connection: Connection, sampling_session_id: str, clone: int, progress_timeout: float) -> None:
         self._connection = connection
         self._target = SamplingSessionFuturesTarget(
             type="sampling_session", sampling_session_id=sampling_session_id, cloned_sampler_id=clone
         )
+        self._progress_timeout = progress_timeout
         self._cursor = 0
         self._waiters: dict[str, asyncio.Future[int | None]] = {}
         self._early: dict[str, int | None] = {}
@@ -37,12 +42,12 @@ class BatchPoller:
         """Waits until the sample is done; gives the size of its result if the server told."""
         if request_id in self._early:
             return self._early.pop(request_id)
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = done
         if self._task is None or self._task.done():
-            self._task = self._connection.loop.start_task(self._connection.guard(self._run(), report=False))
+            self._task = self._connection.loop.start_task(self._run())
         try:
-            return await done  # type: ignore[no-any-return]
+            return await done
         finally:
             self._waiters.pop(request_id, None)
 
@@ -51,20 +56,35 @@ class BatchPoller:
         self._fetched.append(request_id)
 
     async def _run(self) -> None:
-        policy = self._connection.retry_policy(self._connection.config.progress_timeout)
-        retry = Retry(policy._replace(max_attempts=1_000_000, max_delay=2.0))
+        """Whatever ends it reaches every waiter; the next one to wait starts it anew."""
         try:
-            while self._waiters:
-                self._note(await self._poll(retry))
-                retry.progressed()
-                await asyncio.sleep(MIN_INTERVAL_SECONDS)
+            await self._connection.guard(self._poll_while_needed(), report=False)
         except Exception as error:  # noqa: BLE001 - it reaches every waiter
             for waiter in self._waiters.values():
                 if not waiter.done():
                     waiter.set_exception(error)
 
+    async def _poll_while_needed(self) -> None:
+        policy = self._connection.retry_policy(self._progress_timeout)
+        retry = Retry(policy._replace(max_attempts=1_000_000, max_delay=2.0))
+        alive = time.monotonic()
+        while self._waiters:
+            asked = time.monotonic()
+            answer = await self._poll(retry)
+            retry.progressed()
+            self._note(answer)
+            now = time.monotonic()
+            alive = now if answer.completions else max(alive, self._connection.last_progress)
+            if now - alive > self._progress_timeout:
+                raise NoProgressError(
+                    message=f"{len(self._waiters)} samples are still pending, and none has finished for "
+                    f"{self._progress_timeout:g} s. Check the server, or raise RetryConfig.progress_timeout."
+                )
+            pace = MIN_INTERVAL_SECONDS if answer.completions else IDLE_INTERVAL_SECONDS - (now - asked)
+            await asyncio.sleep(max(MIN_INTERVAL_SECONDS, pace))
+
     async def _poll(self, retry: Retry) -> FuturesRetrieveResponse:
-        acknowledged = [self._fetched.popleft() for _ in range(len(self._fetched))]
+        acknowledged = list(self._fetched)
         request = FuturesRetrieveRequest(
             target=self._target, prev_cursor=self._cursor, retrieved_request_ids=acknowledged
         )
@@ -75,8 +95,10 @@ class BatchPoller:
             Traffic.SESSION,
             timeout=POLL_TIMEOUT_SECONDS,
         )
-        response = await self._connection.call(call, retry)
-        return wire_json.decode(FuturesRetrieveResponse, response.body)
+        answer = decode(FuturesRetrieveResponse, await self._connection.call(call, retry), call)
+        for _ in acknowledged:  # only now: the ids of a poll that failed must be told again
+            self._fetched.popleft()
+        return answer
 
     def _note(self, answer: FuturesRetrieveResponse) -> None:
         self._cursor = answer.cursor

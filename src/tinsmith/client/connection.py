@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import platform
 import sys
-import time
 import uuid
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urljoin, urlsplit
 
@@ -22,8 +22,11 @@ from tinsmith.client.config import Config
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.hooks import Attempt, BillingPause, Hooks, QueueStateLogger
 from tinsmith.client.loop import BackgroundLoop, background_loop
+from tinsmith.client.redaction import hide_known
 from tinsmith.client.retry import (
+    SYSTEM_CLOCK,
     Action,
+    Clock,
     Retry,
     RetryPolicy,
     classify,
@@ -53,6 +56,7 @@ M = TypeVar("M", bound=Model)
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+KEY_HEADER = "x-api-key"
 MAX_REDIRECTS = 5
 WARNING_INTERVAL_SECONDS = 10.0
 TELEMETRY_TIMEOUT_SECONDS = 5.0
@@ -84,20 +88,24 @@ class Call(NamedTuple):
     idempotent: bool = True
     """Whether the server recognises a repetition (by a sequence number, say); decides about 409."""
     expected: tuple[int, ...] = ()
-    """Statuses of 400 and above that are answers rather than errors."""
+    """Statuses of 300 and above that are answers rather than errors."""
 
 
 class Connection:
     """Owned by one client and used on the background loop. Pools close when the owner is collected."""
 
+    clock: Clock = SYSTEM_CLOCK
+
     def __init__(self, config: Config, loop: BackgroundLoop | None = None) -> None:
         self.config = config
         self.loop = loop or background_loop()
         self.account = account_of(config, self.loop.asyncio_loop)
-        self.hooks = Hooks((QueueStateLogger(), *config.hooks))
-        self.last_progress = time.monotonic()
+        self._local_hooks = (QueueStateLogger(), *config.hooks)
+        self.hooks = Hooks(self._local_hooks)
+        self.last_progress = self.clock.now()
         self._transport = Transport(config)
-        self._static_headers = {**_identity_headers(), **config.default_headers}
+        self._static_headers = {**_lower(_identity_headers()), **_lower(config.default_headers)}
+        self._secrets = [secret for secret in (config.api_key, *config.default_headers.values()) if secret]
         self._closed = False
         """No new work."""
         self._disconnected = False
@@ -105,21 +113,21 @@ class Connection:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._on_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._reporter: TelemetryReporter | None = None
-        self._warned_at = -WARNING_INTERVAL_SECONDS
+        self._warned_at = -math.inf
 
     # Sending
 
     async def call(self, call: Call, retry: Retry | None = None) -> HttpResponse:
-        """Sends with the account's credential, retries, and raises for a status of 400 or more.
+        """Sends with the account's credential, retries, and raises for a status of 300 or more.
 
         A caller with limits of his own passes a `Retry`, which may span several calls.
         """
         await self.flags()
         return await self._call_as(call, None, retry)
 
-    async def call_for(self, result_type: type[M], call: Call) -> M:
+    async def call_for(self, result_type: type[M], call: Call, retry: Retry | None = None) -> M:
         """The same, with the answer decoded."""
-        return decode(result_type, await self.call(call), call)
+        return decode(result_type, await self.call(call, retry), call)
 
     async def flags(self) -> ClientConfigResponse:
         return await self.account.load_flags(self._fetch_flags)
@@ -141,7 +149,7 @@ class Connection:
             request = self._request(call, number, value, key)
             response = await self._send(call.traffic, request)
             if response.status not in call.expected:
-                raise_for_status(response, request)
+                raise_for_status(response, request, (value, *self._secrets))
             return response
 
         def observe(number: int, elapsed: float, outcome: HttpResponse | Exception, pause: float | None) -> None:
@@ -149,23 +157,23 @@ class Connection:
 
         if retry is None:
             policy = self.retry_policy() if call.retries else NO_RETRIES
-            retry = Retry(policy, idempotent=call.idempotent)
+            retry = Retry(policy, idempotent=call.idempotent, clock=self.clock)
         return await with_retries(attempt, retry, observe)
 
     def _request(self, call: Call, number: int, credential: str, key: str | None) -> HttpRequest:
         timeout = call.timeout or self.config.timeout
         headers = {
             **self._static_headers,
-            "X-API-Key": credential,
-            "Accept": call.accept,
-            "X-Stainless-Retry-Count": str(number - 1),
-            "X-Stainless-Read-Timeout": f"{timeout:g}",
+            KEY_HEADER: credential,
+            "accept": call.accept,
+            "x-stainless-retry-count": str(number - 1),
+            "x-stainless-read-timeout": f"{timeout:g}",
         }
         if call.method != "GET":
-            headers["Content-Type"] = call.content_type
+            headers["content-type"] = call.content_type
         if key is not None:
-            headers["X-Idempotency-Key"] = key
-        headers.update(call.headers)
+            headers["x-idempotency-key"] = key
+        headers.update(_lower(call.headers))
         return HttpRequest(call.method, self.config.base_url + call.path, headers, call.body, timeout)
 
     async def _send(self, traffic: Traffic, request: HttpRequest) -> HttpResponse:
@@ -235,7 +243,7 @@ class Connection:
         """At once, then at most every ten seconds: a dead server must not go unnoticed, nor fill the log."""
         if classify(error).action is Action.PAUSE:
             self.hooks.emit(BillingPause("requests", pause))
-        now = time.monotonic()
+        now = self.clock.now()
         if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
             self._warned_at = now
             logger.warning("%s Trying again in %.1f s.", error, pause)
@@ -247,23 +255,33 @@ class Connection:
         self.check_open()
         return futures.run(lambda: self.guard(make()), self.loop)
 
-    async def guard(self, coroutine: Coroutine[Any, Any, T], *, report: bool = True) -> T:
-        """Awaits for a task of this client, so that closing the client ends it."""
+    @contextlib.contextmanager
+    def tracked(self) -> Iterator[None]:
+        """Makes the running task one that closing the client ends."""
         task = asyncio.current_task()
         assert task is not None
+        if task in self._tasks:
+            yield
+            return
         self._tasks.add(task)
         try:
-            return await coroutine
-        except asyncio.CancelledError:
-            if self._closed:
-                raise closed_error() from None
-            raise
-        except Exception as error:
-            if report:
-                self.report(error)
-            raise
+            yield
         finally:
             self._tasks.discard(task)
+
+    async def guard(self, coroutine: Coroutine[Any, Any, T], *, report: bool = True) -> T:
+        """Awaits for a task of this client, so that closing the client ends it."""
+        with self.tracked():
+            try:
+                return await coroutine
+            except asyncio.CancelledError:
+                if self._closed:
+                    raise closed_error() from None
+                raise
+            except Exception as error:
+                if report:
+                    self.report(error)
+                raise
 
     def report(self, error: Exception) -> None:
         """Tells the server about an error that reaches the user, if reporting is on. Never waits."""
@@ -276,15 +294,17 @@ class Connection:
         """Begins to report for a session, or for a client without one."""
         if not self.config.telemetry:
             return
+        if self._reporter is not None:
+            self.loop.start_task(self._reporter.close())
         self._reporter = TelemetryReporter(
             functools.partial(_post_telemetry, weakref.ref(self)),
             session_id=session_id,
             sdk_version=PROTOCOL_VERSION,
             is_user_error=is_user_error,
-            secrets=[secret for secret in (self.config.api_key, *self.config.default_headers.values()) if secret],
+            secrets=self._secrets,
         )
         self._reporter.start()
-        self.hooks = Hooks((QueueStateLogger(), *self.config.hooks, telemetry_hook(self._reporter)))
+        self.hooks = Hooks((*self._local_hooks, telemetry_hook(self._reporter)))
 
     # Closing
 
@@ -341,37 +361,53 @@ def decode(result_type: type[M], response: HttpResponse, call: Call) -> M:
     try:
         return wire_json.decode(result_type, response.body)
     except InvalidInputError as error:
-        summary = ResponseSummary(response.status, dict(response.headers.items()))
         raise APIResponseValidationError(
-            summary,
-            _body_of(response),
+            ResponseSummary(response.status, _shown_headers(response)),
+            _body_of(response.body),
             f"{call.method} {call.path} was answered with a body that does not fit {result_type.__name__}: {error} "
             "The server is not one this client knows, or something in between answers for it.",
         ) from error
 
 
-def raise_for_status(response: HttpResponse, request: HttpRequest) -> None:
+def raise_for_status(response: HttpResponse, request: HttpRequest, secrets: Collection[str] = ()) -> None:
+    """Some servers quote the key they refuse, so secrets are taken out of what becomes the error."""
     status = response.status
-    if status < 400:
+    if status < 300:
         return
-    headers = {name.lower(): value for name, value in response.headers.items()}
-    body = _body_of(response)
-    hint = _HINTS.get(status, "")
+    headers = _shown_headers(response)
+    body = _body_of(_without(response.body, secrets))
+    hint = f"It redirects to {headers.get('location')}; use that as base_url." if status < 400 else _HINTS.get(status)
     raise status_error_class(status)(
-        f"Error code: {status} - {body} ({request.method} {urlsplit(request.url).path}).{' ' * bool(hint)}{hint}",
+        f"Error code: {status} - {body} ({request.method} {urlsplit(request.url).path}).{f' {hint}' if hint else ''}",
         ResponseSummary(status, headers, request.summary),
         body,
         retry_after=parse_retry_after(headers),
     )
 
 
-def _body_of(response: HttpResponse) -> object:
-    if not response.body:
+def _without(body: bytes, secrets: Collection[str]) -> bytes:
+    if not any(secret.encode() in body for secret in secrets):
+        return body
+    return hide_known(body.decode("utf-8", "replace"), secrets).encode()
+
+
+def _shown_headers(response: HttpResponse) -> dict[str, str]:
+    """What an error keeps of the headers: by lower-case name, and no cookies."""
+    return {name.lower(): value for name, value in response.headers.items() if name.lower() != "set-cookie"}
+
+
+def _body_of(body: bytes) -> object:
+    if not body:
         return None
     try:
-        return wire_json.loads(response.body)
+        return wire_json.loads(body)
     except InvalidInputError:
-        return response.body[:2000].decode("utf-8", "replace")
+        return body[:2000].decode("utf-8", "replace")
+
+
+def _lower(headers: Mapping[str, str]) -> dict[str, str]:
+    """Names of headers in lower case, so that one replaces the other however it is written."""
+    return {name.lower(): value for name, value in headers.items()}
 
 
 def _describe(error: APIStatusError | APIResponseValidationError) -> str:

@@ -174,7 +174,7 @@ class PendingSlots:
 
     def try_take(self, limit: int) -> bool:
         with self._lock:
-            if self._taken >= limit or self._line:
+            if self._taken >= limit:
                 return False
             self._taken += 1
             return True

@@ -199,8 +199,8 @@ class Retry:
         self.clock = clock
         self.in_doubt = False
         """Whether the server may have accepted one of the tries that failed."""
-        self.final_statuses: tuple[int, ...] = ()
-        """Statuses that end the tries, whatever the table says."""
+        self.is_final: Callable[[APIStatusError], bool] = lambda error: False
+        """Which answers end the tries although the table says otherwise."""
         self._idempotent = idempotent
         self._failures = 0
         self._empty_400s = 0
@@ -236,7 +236,7 @@ class Retry:
         return float(wait)
 
     def _action(self, error: Exception) -> Action:
-        if getattr(error, "status_code", None) in self.final_statuses:
+        if isinstance(error, APIStatusError) and self.is_final(error):
             return Action.FAIL
         action = classify(error, idempotent=self._idempotent).action
         if action is Action.FAIL and isinstance(error, self.policy.retryable_exceptions):

@@ -9,33 +9,38 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import functools
 import itertools
 import logging
+import math
 import random
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeGuard, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
-from tinsmith.client import futures
 from tinsmith.client.batch_poller import BatchPoller
+from tinsmith.client.checks import check_text
 from tinsmith.client.chunks import input_bytes
 from tinsmith.client.config import Config
 from tinsmith.client.connection import Call, Connection, closed_error
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.hooks import Backoff
+from tinsmith.client.hooks import Backoff, QueueStateChange
 from tinsmith.client.limits import SampleLane, refuse_pending
+from tinsmith.client.once import Once
 from tinsmith.client.polling import LARGE_BODY_BYTES, ResultKind, retrieve
 from tinsmith.client.retry import Action, Retry, RetryConfig, classify
-from tinsmith.client.session import Session
+from tinsmith.client.session import Session, inherited_session
 from tinsmith.client.transport import Traffic
 from tinsmith.errors import (
     APIResponseValidationError,
+    BillingError,
+    ClientClosedError,
     InvalidInputError,
     InvalidTypeError,
+    NoProgressError,
     RateLimitError,
     RequestFailedError,
     ResponseSummary,
@@ -44,6 +49,7 @@ from tinsmith.errors import (
     WouldDeadlockError,
 )
 from tinsmith.types import (
+    ClientConfigResponse,
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
     GetSamplerResponse,
@@ -71,11 +77,12 @@ BYTES_PER_TOKEN = 10
 LARGE_PROMPT_BYTES = 131_072
 BACKOFF_SECONDS = 1.0
 LARGE_PROMPT_BACKOFF_SECONDS = 5.0
+MIN_BACKOFF_SECONDS = 0.1
+"""Also when the server asks for less: a server that says 0 again and again must not be stormed."""
+MAX_REDONE = 10
 CANCEL_TIMEOUT_SECONDS = 30.0
 
-SAMPLE = ResultKind(
-    "Sample", functools.partial(wire_json.decode, SampleResponse), wire_proto.decode_sample_response
-)
+SAMPLE = ResultKind("Sample", functools.partial(wire_json.decode, SampleResponse), wire_proto.decode_sample_response)
 
 
 class SamplingClient:
@@ -94,15 +101,20 @@ class SamplingClient:
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
     ) -> None:
-        self.sampling_session_id = sampling_session_id
+        if retry_config is not None and not isinstance(retry_config, RetryConfig):
+            raise InvalidTypeError(
+                f"retry_config is {retry_config!r}; it must be a RetryConfig.", field="retry_config", value=retry_config
+            )
+        self.sampling_session_id = check_text("sampling_session_id", sampling_session_id)
         self._session = session
         self._connection = session.connection
         self._retry_config = retry_config or RetryConfig()
+        self._asked_limit = retry_config.max_connections if retry_config is not None else None
         self._record_stability_info = record_stability_info
-        self._lane = SampleLane(self._retry_config.max_connections)
-        self._is_copy = shadow
+        self._lane = SampleLane(self._asked_limit)
+        self._flags: ClientConfigResponse | None = None
         self._numbers: itertools.count[int] | None = None if shadow else itertools.count()
-        self._numbering = asyncio.Lock()
+        self._joining: Once[int] = Once()
         self._poller: BatchPoller | None = None
         self._resting: dict[_Sample, asyncio.TimerHandle] = {}
         """Samples that wait before they line up again."""
@@ -121,16 +133,22 @@ class SamplingClient:
         """Opens a sampling session for saved weights or a base model, or takes up one that exists."""
         if not (model_path or base_model or sampling_session_id):
             raise InvalidInputError("Give model_path (a tinker:// path) or base_model (a model name).")
-        if model_path is not None and not model_path.startswith("tinker://"):
+        if base_model is not None:
+            check_text("base_model", base_model)
+        if model_path is not None and not check_text("model_path", model_path).startswith("tinker://"):
             raise InvalidInputError(
                 f"model_path is {model_path!r}; it must start with 'tinker://'. For a base model, pass base_model.",
                 field="model_path",
                 value=model_path,
             )
-        number = None if sampling_session_id else next(session.sampler_numbers)
+        number = next(session.sampler_numbers)
 
         async def open_session() -> SamplingClient:
-            opened = sampling_session_id or await _open_sampling_session(session, number or 0, model_path, base_model)
+            session_id = await session.open()
+            request = CreateSamplingSessionRequest(
+                session_id=session_id, sampling_session_seq_id=number, model_path=model_path, base_model=base_model
+            )
+            opened = sampling_session_id or await _create_sampling_session(session.connection, request)
             return SamplingClient(
                 session,
                 sampling_session_id=opened,
@@ -231,6 +249,11 @@ class SamplingClient:
     def get_telemetry(self) -> None:
         """Kept for old callers; there is nothing to get."""
 
+    def on_queue_state_change(self, queue_state: object, queue_state_reason: str | None) -> None:
+        """Kept for old callers: tells the hooks. They hear of real changes by themselves."""
+        state = str(getattr(queue_state, "value", queue_state))
+        self._connection.hooks.emit(QueueStateChange(state, queue_state_reason, self.sampling_session_id))
+
     # Copies
 
     def get_sampler_handle(self) -> str:
@@ -241,19 +264,20 @@ class SamplingClient:
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
         """The client for a handle, with this process's credentials."""
         try:
-            state = msgspec.json.decode(base64.urlsafe_b64decode(handle), type=dict[str, Any])
-            return _from_state(state, api_key)
-        except (binascii.Error, msgspec.DecodeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, TinkerError):
-                raise
+            state = msgspec.json.decode(base64.urlsafe_b64decode(handle), type=_SamplerState)
+        except (TypeError, ValueError, msgspec.DecodeError) as error:
             raise InvalidInputError(
                 f"This is no sampler handle ({error}). Pass the text that get_sampler_handle() returned, unchanged.",
                 field="handle",
                 value=handle,
             ) from error
+        return _from_state(state, api_key)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _from_state, (self._state(),)
+
+    def __deepcopy__(self, memo: object) -> SamplingClient:
+        return self.__copy__()
 
     def __copy__(self) -> SamplingClient:
         return SamplingClient(
@@ -267,13 +291,13 @@ class SamplingClient:
     def __repr__(self) -> str:
         return f"SamplingClient(sampling_session_id={self.sampling_session_id!r})"
 
-    def _state(self) -> dict[str, Any]:
-        return {
-            "base_url": self._connection.config.base_url,
-            "session_id": self._session.session_id,
-            "sampling_session_id": self.sampling_session_id,
-            "record_stability_info": self._record_stability_info,
-        }
+    def _state(self) -> _SamplerState:
+        return _SamplerState(
+            base_url=self._connection.config.base_url,
+            session_id=self._session.session_id or "",
+            sampling_session_id=self.sampling_session_id,
+            record_stability_info=self._record_stability_info,
+        )
 
     # How a sample is made
 
@@ -325,15 +349,16 @@ class SamplingClient:
                 "sample() would wait for room on Tinsmith's own event-loop thread, where no room can ever come. "
                 "Do not start samples in hooks or done-callbacks when max_pending may be reached."
             )
-        pending.take(config.max_pending)
+        pending.take(config.max_pending, self)
 
     async def _take_slot_async(self) -> None:
         self._connection.check_open()
         config, pending = self._connection.config, self._connection.account.pending
-        if not pending.try_take(config.max_pending):
-            if config.when_full == "error":
-                raise refuse_pending(config.max_pending)
-            await asyncio.to_thread(pending.take, config.max_pending)
+        if pending.try_take(config.max_pending):
+            return
+        if config.when_full == "error":
+            raise refuse_pending(config.max_pending)
+        await pending.take_async(config.max_pending, self)
 
     def _enqueue(self, request: SampleRequest, transform: Callable[[SampleResponse], T]) -> APIFuture[T]:
         sample = _Sample(self, request, transform)
@@ -341,59 +366,70 @@ class SamplingClient:
         return sample.future
 
     def _line_up(self, sample: _Sample) -> None:
+        try:
+            self._connection.check_open()
+        except ClientClosedError as error:  # closed while the caller waited for room
+            sample.abandon(error)
+            return
         self._lane.add(sample)
         self._connection.account.sample_gate.ready(self._lane)
 
     def _give_up(self) -> None:
         """The client is closed: nothing that waits will ever be sent."""
+        self._connection.account.pending.turn_away(self, closed_error())
         for sample in self._lane.empty():
             assert isinstance(sample, _Sample)
             sample.abandon(closed_error())
-        for sample, timer in self._resting.items():
-            timer.cancel()
-            sample.abandon(closed_error())
-        self._resting.clear()
+        for sample in list(self._resting):
+            sample.end_rest(closed_error())
 
     async def _next_number(self) -> int:
         if self._numbers is None:
-            async with self._numbering:
-                if self._numbers is None:
-                    self._numbers = itertools.count(NUMBERS_PER_CLONE * await self._clone_number())
+            first = NUMBERS_PER_CLONE * await self._joining.do(self._clone_number)
+            self._numbers = self._numbers or itertools.count(first)
         return next(self._numbers)
 
     async def _clone_number(self) -> int:
-        """Keeps the numbers of copies apart: the server gives one out, or chance does."""
+        """Keeps the numbers of copies apart: the server gives one out, or chance does.
+
+        The operating system's chance: processes that were all given the same seed must still differ.
+        """
         if not (await self._connection.flags()).sample_join_sampling_session:
-            return random.randint(1, NUMBERS_PER_CLONE)
+            return random.SystemRandom().randint(1, NUMBERS_PER_CLONE)
         body = wire_json.encode(JoinSamplingSessionRequest(sampling_session_id=self.sampling_session_id))
         call = Call("POST", "/api/v1/join_sampling_session", body, Traffic.SESSION)
         return (await self._connection.call_for(JoinSamplingSessionResponse, call)).client_counter
 
     def _poller_for(self, number: int) -> BatchPoller:
         if self._poller is None:
-            self._poller = BatchPoller(self._connection, self.sampling_session_id, number // NUMBERS_PER_CLONE)
+            self._poller = BatchPoller(
+                self._connection, self.sampling_session_id, number // NUMBERS_PER_CLONE, self._progress_timeout()
+            )
         return self._poller
 
-    def _apply_flags(self) -> None:
-        """The server's limit on unfinished samples, which is known once its flags are."""
-        flags = self._connection.account.flags
-        assert flags is not None
-        asked = self._retry_config.max_connections
+    def _use_flags(self, flags: ClientConfigResponse) -> None:
+        """How many samples may be unfinished: the lower of what the user and the server say."""
+        if self._flags is flags:
+            return
+        self._flags = flags
+        asked, allowed = self._asked_limit, flags.sample_max_concurrent_requests
         if flags.sample_use_retrieve_futures:
-            self._lane.max_unfinished = None
-        elif asked is None or asked > flags.sample_max_concurrent_requests:
-            if self._lane.max_unfinished == asked and asked != RetryConfig().max_connections:
-                logger.info(
-                    "max_connections is %s; the server allows %d.", asked, flags.sample_max_concurrent_requests
-                )
-            self._lane.max_unfinished = flags.sample_max_concurrent_requests
+            return  # one poll serves them all, so only the user's own limit counts
+        if asked is not None and asked > allowed:
+            logger.info("max_connections is %d; the server allows %d.", asked, allowed)
+        self._lane.max_unfinished = allowed if asked is None else min(asked, allowed)
+
+    def _progress_timeout(self) -> float:
+        stuck_detection = self._retry_config.enable_stuck_detection and (
+            self._flags is None or self._flags.sample_enable_stuck_detection
+        )
+        return self._retry_config.progress_timeout if stuck_detection else math.inf
 
     def _may_resubmit(self) -> bool:
-        flags = self._connection.account.flags
-        return self._retry_config.enable_retry_logic and not (flags is not None and flags.sample_no_retries)
+        return self._retry_config.enable_retry_logic and not (self._flags and self._flags.sample_no_retries)
 
     async def _get_sampler(self) -> GetSamplerResponse:
-        call = Call("GET", f"/api/v1/samplers/{self.sampling_session_id}")
+        call = Call("GET", f"/api/v1/samplers/{quote(self.sampling_session_id, safe=':')}", traffic=Traffic.REST)
         return await self._connection.call_for(GetSamplerResponse, call)
 
     async def _get_tokenizer(self) -> Tokenizer:
@@ -403,20 +439,33 @@ class SamplingClient:
         return await asyncio.to_thread(get_tokenizer, sampler.base_model)
 
 
+class _SamplerState(msgspec.Struct, frozen=True):
+    """What a copy in another process needs to know. No credential."""
+
+    base_url: str
+    session_id: Annotated[str, msgspec.Meta(min_length=1)]
+    sampling_session_id: Annotated[str, msgspec.Meta(min_length=1)]
+    record_stability_info: bool = False
+
+
 class _Sample:
-    """One call of `sample()`, from the queue to its result. Kept small: thousands of these may wait."""
+    """One call of `sample()`, from the queue to its result. Kept small: thousands of these may wait.
+
+    It waits in its client's lane, is submitted and polled for by a task, and may rest in between; see `_stop` for
+    what becomes of it in each of these when the user cancels.
+    """
 
     __slots__ = (
         "byte_cost",
         "client",
         "future",
+        "is_accepted",
         "number",
+        "redone",
         "request",
-        "request_id",
         "retry",
         "task",
         "transform",
-        "was_redone",
     )
 
     def __init__(
@@ -426,32 +475,29 @@ class _Sample:
         self.request = request
         self.transform = transform
         self.future: APIFuture[Any] = APIFuture(on_cancel=self._cancelled)
-        self.byte_cost = self._estimate()
+        self.byte_cost = input_bytes(request.prompt, BYTES_PER_TOKEN)
         self.number: int | None = None
-        self.request_id: str | None = None
+        self.is_accepted = False
         self.retry: Retry | None = None
         self.task: asyncio.Task[None] | None = None
-        self.was_redone = False
-
-    def _estimate(self) -> int:
-        return input_bytes(self.request.prompt, BYTES_PER_TOKEN)
+        self.redone: list[type[Exception]] = []
+        """Why it was submitted under a new number, each time."""
 
     # As the gate sees it
 
     def is_abandoned(self) -> bool:
         return self.future.cancelled()
 
-    def submit(self) -> None:
-        self.task = self.client._connection.loop.start_task(self._run())
+    def submit(self, charge: int) -> None:
+        self.task = self.client._connection.loop.start_task(self._run(charge))
 
     # On the loop
 
-    async def _run(self) -> None:
+    async def _run(self, charge: int) -> None:
         connection = self.client._connection
         try:
-            answer = await self._until_submitted(connection)
+            answer = await connection.guard(self._submit(charge), report=False)
             result = await connection.guard(self._collect(answer), report=False)
-            result = self.transform(result)
         except asyncio.CancelledError:
             self._finish(error=CancelledError())
             raise
@@ -460,46 +506,52 @@ class _Sample:
         else:
             self._finish(result)
 
-    async def _until_submitted(self, connection: Connection) -> UntypedAPIFuture:
+    async def _submit(self, charge: int) -> UntypedAPIFuture:
+        client, connection = self.client, self.client._connection
+        self.is_accepted = False
         try:
-            return await connection.guard(self._submit(connection), report=False)
+            client._use_flags(await connection.flags())
+            if self.number is None:
+                self.number = await client._next_number()
+            encode = functools.partial(_encode, self.request, self.number)
+            body = await asyncio.to_thread(encode) if self._is_large() else encode()
+            headers = {"X-Tinker-Sampling-Backpressure": "1"}
+            call = Call("POST", "/api/v1/asample", body, Traffic.SAMPLE, headers=headers, retries=False)
+            answer = await connection.call_for(UntypedAPIFuture, call)
         finally:
-            connection.account.sample_gate.submitted(self.byte_cost)
-            self.byte_cost = self._estimate()
-
-    async def _submit(self, connection: Connection) -> UntypedAPIFuture:
-        await connection.flags()
-        self.client._apply_flags()
-        if self.number is None:
-            self.number = await self.client._next_number()
-        encode = functools.partial(_encode, self.request, self.number)
-        large = self.byte_cost > LARGE_BODY_BYTES
-        call = Call(
-            "POST",
-            "/api/v1/asample",
-            await asyncio.to_thread(encode) if large else encode(),
-            Traffic.SAMPLE,
-            headers={"X-Tinker-Sampling-Backpressure": "1"},
-            retries=False,
-        )
-        answer = await connection.call_for(UntypedAPIFuture, call)
-        self.request_id = self.future.request_id = answer.request_id
+            connection.account.sample_gate.submitted(charge)
+        self.is_accepted = True
+        self.future.request_id = answer.request_id
         return answer
 
-    async def _collect(self, answer: UntypedAPIFuture) -> SampleResponse:
+    async def _collect(self, answer: UntypedAPIFuture) -> Any:
         client, connection = self.client, self.client._connection
-        assert connection.account.flags is not None and self.number is not None
-        poller = client._poller_for(self.number) if connection.account.flags.sample_use_retrieve_futures else None
+        assert client._flags is not None
+        assert self.number is not None
+        poller = client._poller_for(self.number) if client._flags.sample_use_retrieve_futures else None
         size = await poller.wait(answer.request_id) if poller else None
         try:
-            result = await retrieve(
-                connection, SAMPLE, answer.request_id, subject=client.sampling_session_id, payload_size=size
+            response = await retrieve(
+                connection,
+                SAMPLE,
+                answer.request_id,
+                subject=client.sampling_session_id,
+                payload_size=size,
+                progress_timeout=client._progress_timeout(),
             )
         finally:
             if poller:
                 poller.fetched(answer.request_id)
-        _check_answered(self.request, result)
-        return _with_sequence_ids(result, answer.sample_sequence_ids)
+        read = functools.partial(self._read, answer, response)
+        return await asyncio.to_thread(read) if self._is_large() else read()
+
+    def _read(self, answer: UntypedAPIFuture, response: SampleResponse) -> Any:
+        _check_answered(self.request, response)
+        return self.transform(_with_sequence_ids(response, answer.sample_sequence_ids))
+
+    def _is_large(self) -> bool:
+        """Whether handling it takes so long that other calls would notice if it were done on the loop."""
+        return self.byte_cost > LARGE_BODY_BYTES
 
     def _failed(self, error: Exception) -> None:
         """Goes back into the line, or gives up."""
@@ -510,33 +562,45 @@ class _Sample:
             connection.report(error)
             self._finish(error=final)
             return
-        if isinstance(error, RateLimitError):
+        connection.tell_pause(error, pause)
+        if self._was_turned_away(error):
             # The gate keeps everyone waiting; this one only has to be first when it opens.
             connection.account.sample_gate.back_off(pause)
             connection.hooks.emit(Backoff("sampling", pause, error.status_code))
             self._line_up_again()
         else:
-            connection.tell_pause(error, pause)
             client._resting[self] = connection.loop.asyncio_loop.call_later(pause, self._line_up_again)
 
     def _pause_after(self, error: Exception) -> float:
+        """Seconds until the next try; raises the error if there shall be none."""
         client, connection = self.client, self.client._connection
         if self.retry is None:
-            self.retry = Retry(client._retry_config.policy(connection.retry_policy().billing_pause_limit))
+            policy = client._retry_config.policy(connection.retry_policy().billing_pause_limit)
+            self.retry = Retry(policy._replace(max_seconds=client._progress_timeout()))
         self.retry.others_progressed(connection.last_progress)
-        if isinstance(error, RateLimitError):
+        if self._was_turned_away(error):
             large = self.byte_cost > LARGE_PROMPT_BYTES
-            return self.retry.pause_after(error, LARGE_PROMPT_BACKOFF_SECONDS if large else BACKOFF_SECONDS)
-        if not client._may_resubmit():
+            default = LARGE_PROMPT_BACKOFF_SECONDS if large else BACKOFF_SECONDS
+            return max(self.retry.pause_after(error, default), MIN_BACKOFF_SECONDS)
+        if not client._may_resubmit() or isinstance(error, NoProgressError):
             raise error
-        if classify(error).action is not Action.REDO:
-            return self.retry.pause_after(error)
-        if isinstance(error, RequestFailedError):
-            if self.was_redone:
-                raise error
-            self.was_redone = True
-        self.number = self.request_id = None
-        return self.retry.policy.delay(0)
+        if classify(error).action is Action.REDO:
+            return self._start_over(error)
+        return self.retry.pause_after(error)
+
+    def _was_turned_away(self, error: Exception) -> TypeGuard[RateLimitError | BillingError]:
+        """Whether the server did not take it in because the account must wait."""
+        return not self.is_accepted and isinstance(error, RateLimitError | BillingError)
+
+    def _start_over(self, error: Exception) -> float:
+        """A lost result is asked for again under a new number, a failed one only once."""
+        failed_before = isinstance(error, RequestFailedError) and RequestFailedError in self.redone
+        if failed_before or len(self.redone) >= MAX_REDONE:
+            raise error
+        self.redone.append(type(error))
+        self.number = self.future.request_id = None
+        assert self.retry is not None
+        return self.retry.policy.delay(len(self.redone) - 1)
 
     def _line_up_again(self) -> None:
         client = self.client
@@ -548,41 +612,47 @@ class _Sample:
         client._lane.add_first(self)
         client._connection.account.sample_gate.ready(client._lane)
 
+    def end_rest(self, error: BaseException) -> None:
+        self.client._resting.pop(self).cancel()
+        self._finish(error=error)
+
     def _finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        """Frees its place before the result is seen, so that whoever waited for it finds room for the next."""
         client = self.client
+        client._lane.finished()
+        client._connection.account.pending.give_back()
         if error is None:
             self.future.resolve(result)
         else:
             self.future.fail(error)
-        client._lane.finished()
-        client._connection.account.pending.give_back()
         client._connection.account.sample_gate.ready(client._lane)
 
     def abandon(self, error: Exception) -> None:
-        """Ends one that waits."""
-        self.future.fail(error)
+        """Ends one that waits in line."""
         self.client._connection.account.pending.give_back()
+        self.future.fail(error)
 
-    # On the thread that cancels
+    # Cancelling
 
     def _cancelled(self) -> None:
         self.client._connection.loop.post(self._stop)
 
     def _stop(self) -> None:
         connection = self.client._connection
-        if self.task is None:
+        request_id = self.future.request_id
+        if self in self.client._resting:
+            self.end_rest(CancelledError())
+        elif self.task is None:
             connection.account.pending.give_back()  # it waits in line, where it will be passed over
         elif not self.task.done():
             connection.loop.cancel_soon(self.task)
-        if self.request_id is not None and connection.account.dynamic_flags.sample_cancel_enabled:
-            connection.loop.start_task(_cancel_on_server(connection, self.request_id))
+        if request_id is not None and connection.account.dynamic_flags.sample_cancel_enabled:
+            connection.loop.start_task(_cancel_on_server(connection, request_id))
 
 
 async def _cancel_on_server(connection: Connection, request_id: str) -> None:
     body = wire_json.encode({"request_id": request_id})
-    call = Call(
-        "POST", "/api/v1/cancel_future", body, Traffic.POLL, timeout=CANCEL_TIMEOUT_SECONDS, retries=False
-    )
+    call = Call("POST", "/api/v1/cancel_future", body, Traffic.POLL, timeout=CANCEL_TIMEOUT_SECONDS, retries=False)
     try:
         async with connection.account.cancellations:
             await connection.guard(connection.call(call), report=False)
@@ -590,25 +660,17 @@ async def _cancel_on_server(connection: Connection, request_id: str) -> None:
         logger.debug("The server was not told that sample %s is no longer wanted: %s", request_id, error)
 
 
-async def _open_sampling_session(
-    session: Session, number: int, model_path: str | None, base_model: str | None
-) -> str:
-    request = CreateSamplingSessionRequest(
-        session_id=await session.open(), sampling_session_seq_id=number, model_path=model_path, base_model=base_model
-    )
+async def _create_sampling_session(connection: Connection, request: CreateSamplingSessionRequest) -> str:
     call = Call("POST", "/api/v1/create_sampling_session", wire_json.encode(request), Traffic.SESSION)
-    return (await session.connection.call_for(CreateSamplingSessionResponse, call)).sampling_session_id
+    return (await connection.call_for(CreateSamplingSessionResponse, call)).sampling_session_id
 
 
-def _from_state(state: dict[str, Any], api_key: str | None = None) -> SamplingClient:
-    connection = Connection(Config.from_env(base_url=state["base_url"], api_key=api_key))
-    session = Session(connection, session_id=state["session_id"])
-    futures.run(session.open, connection.loop)
+def _from_state(state: _SamplerState, api_key: str | None = None) -> SamplingClient:
     return SamplingClient(
-        session,
-        sampling_session_id=state["sampling_session_id"],
+        inherited_session(Config.from_env(base_url=state.base_url, api_key=api_key), state.session_id),
+        sampling_session_id=state.sampling_session_id,
         shadow=True,
-        record_stability_info=state["record_stability_info"],
+        record_stability_info=state.record_stability_info,
     )
 
 
@@ -641,10 +703,10 @@ def _check_answered(request: SampleRequest, response: SampleResponse) -> None:
     """A server that does not know an option ignores it in silence; the caller must not take that for an answer."""
     if request.prompt_alt_tokens_k and response.prompt_alt_tokens is None:
         raise UnsupportedByServerError("The server ignored prompt_alt_tokens_k; it does not offer alternative tokens.")
-    last_n = request.prompt_logprobs_last_n
-    if last_n is not None and response.prompt_logprobs is not None:
-        scored = response.prompt_logprobs[: len(response.prompt_logprobs) - last_n]
-        if any(value is not None for value in scored):
+    last_n, logprobs = request.prompt_logprobs_last_n, response.prompt_logprobs_np
+    if last_n is not None and logprobs is not None:
+        before = logprobs[: max(0, len(logprobs) - last_n)]
+        if (before == before).any():  # NaN, which differs from itself, marks what was not scored
             raise UnsupportedByServerError(
                 "The server ignored prompt_logprobs_last_n and scored the whole prompt; leave the option out."
             )

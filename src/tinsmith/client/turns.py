@@ -143,23 +143,17 @@ class TurnQueue:
 
     async def _prepare(self, operation: Operation[Any]) -> Sequence[Submission] | None:
         """Gives what is to be sent, or None if it cannot be; then the future knows why."""
-        submissions: list[Submission] = []
-
-        async def prepare() -> None:
-            await self._reserve(operation)
-            submissions.extend(await operation.prepare())
-
         try:
-            await self._connection.guard(prepare())
+            return await self._connection.guard(self._encoded(operation))
         except BaseException as error:  # noqa: BLE001 - it reaches the future
             self._give_up(operation, error)
             return None
-        return submissions
 
-    async def _reserve(self, operation: Operation[Any]) -> None:
-        """Bodies that wait to be sent are bounded in bytes, so that many large calls do not fill the memory."""
+    async def _encoded(self, operation: Operation[Any]) -> Sequence[Submission]:
+        # Bodies that wait to be sent are bounded in bytes, so that many large calls do not fill the memory.
         await self._connection.account.training_bytes.acquire(operation.byte_cost)
         operation.reserved_bytes = operation.byte_cost
+        return await operation.prepare()
 
     def _release(self, operation: Operation[Any]) -> None:
         self._connection.account.training_bytes.release(operation.reserved_bytes)
@@ -212,12 +206,14 @@ class TurnQueue:
         if self._slots is not None:
             self._slots.release()
 
-    def _start_collecting(self, operation: Operation[Any], answers: Sequence[UntypedAPIFuture]) -> None:
+    def _start_collecting(self, operation: Operation[T], answers: Sequence[UntypedAPIFuture]) -> None:
+        future, collect, guard = operation.future, operation.collect, self._connection.guard
         if answers:
-            operation.future.request_id = answers[0].request_id
-        collect, guard = operation.collect, self._connection.guard
-        operation.stage = self._loop.start_task(settle(lambda: guard(collect(answers)), operation.future))
-        operation.stage.add_done_callback(self._free_slot)
+            future.request_id = answers[0].request_id
+        task = self._loop.start_task(settle(lambda: guard(collect(answers)), future))
+        task.add_done_callback(self._free_slot)
+        # From here on the future no longer refers to the operation, whose data may be large.
+        future.when_cancelled(lambda: self._loop.cancel_soon(task))
 
     # Sending
 
@@ -225,13 +221,68 @@ class TurnQueue:
         first = self._first_number(submissions)
         in_parallel = len(submissions) > 1 and operation.in_parallel()
         sent = await (self._send_together if in_parallel else self._send_one_by_one)(submissions, first)
-        errors = [each.error for each in sent if each.error is not None]
         answers = [each.answer for each in sent if each.answer is not None]
-        self._count(first, [each.number for each in sent])
+        errors = [each.error for each in sent if each.error is not None]
+        num_taken = sum(each.number is _Number.TAKEN for each in sent)
+        if _is_hole_possible([each.number for each in sent]):
+            self._unconfirmed = _Unconfirmed(first, [each.fingerprint for each in submissions], errors[0])
+        else:
+            self._next_number = first + num_taken
+        if errors and answers:
+            errors[0].add_note(f"{len(answers)} of the call's {len(submissions)} chunks were accepted, and count.")
         if errors:
-            if self._next_number is None:
-                self._unconfirmed = _Unconfirmed(first, [each.fingerprint for each in submissions], errors[0])
-            if answers:
-                errors[0].add_note(f"{len(answers)} of the call's {len(submissions)} chunks were accepted, and count.")
             raise errors[0]
         return answers
+
+    def _first_number(self, submissions: Sequence[Submission]) -> int:
+        if self._unconfirmed is None:
+            return self._next_number
+        first, fingerprints, error = self._unconfirmed
+        if [each.fingerprint for each in submissions] != fingerprints:
+            raise UnconfirmedOperationError(
+                f"Operation {first} of this model was sent but never confirmed ({error}), so what the model has seen is "
+                "not known. Repeat exactly that operation, or continue from a checkpoint in a new training client."
+            ) from error
+        self._unconfirmed = None
+        return first
+
+    async def _send_one_by_one(self, submissions: Sequence[Submission], first: int) -> list[_Sent]:
+        """Stops at the first failure: what was not sent has used no number."""
+        sent: list[_Sent] = []
+        for number, submission in enumerate(submissions, first):
+            sent.append(await self._send_one(submission, number))
+            if sent[-1].error is not None:
+                break
+        return sent
+
+    async def _send_together(self, submissions: Sequence[Submission], first: int) -> list[_Sent]:
+        """The first one last: servers start on it, and then find the others there already.
+
+        All are sent even if one fails, because a number that never arrives would hold up the server for ever.
+        """
+        later = [self._send_one(each, number) for number, each in enumerate(submissions[1:], first + 1)]
+        sent = await asyncio.gather(*later)
+        return [await self._send_one(submissions[0], first), *sent]
+
+    async def _send_one(self, submission: Submission, number: int) -> _Sent:
+        retry = Retry(self._connection.retry_policy(), clock=self._connection.clock)
+        try:
+            return _Sent(_Number.TAKEN, answer=await submission.send(number, retry))
+        except Exception as error:  # noqa: BLE001 - judged by the caller
+            if _is_refusal(error):
+                return _Sent(_Number.TAKEN, error=error)
+            in_doubt = retry.in_doubt or may_have_arrived(error)
+            return _Sent(_Number.UNKNOWN if in_doubt else _Number.FREE, error=error)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the server itself refused. What is not JSON comes from a proxy; without a key nothing is recorded."""
+    if not isinstance(error, APIStatusError) or not 400 <= error.status_code < 500 or is_empty_400(error):
+        return False
+    return error.status_code not in (401, 402, 408, 409, 429) and isinstance(error.body, dict | list)
+
+
+def _is_hole_possible(numbers: Sequence[_Number]) -> bool:
+    """Whether a number may be missing at the server below one that it knows or may know."""
+    num_taken = numbers.count(_Number.TAKEN)
+    return _Number.UNKNOWN in numbers or _Number.TAKEN in numbers[num_taken:]

@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from tinsmith.errors import InvalidTypeError
+
 Define = Callable[[type], dict[str, Any]]
 """Registers a class in a schema document and returns the reference to it."""
 
@@ -253,15 +255,16 @@ def _plain(value: Any) -> Any:
 def _jsonable(value: Any) -> Any:
     """A copy of free-form data that is sure to have a JSON form."""
     try:
-        return msgspec.to_builtins(value, enc_hook=_plain_or_refuse)
+        return msgspec.to_builtins(value, enc_hook=plain_or_refuse)
     except TypeError as error:
         raise msgspec.ValidationError(str(error)) from None
 
 
-def _plain_or_refuse(value: Any) -> Any:
+def plain_or_refuse(value: Any) -> Any:
+    """What msgspec calls for a value that it cannot write: numpy and torch give their numbers, others have none."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"`{type(value).__name__}` has no JSON form")
+    raise InvalidTypeError(f"`{type(value).__name__}` has no JSON form", value=value)
 
 
 def _is_finite(value: Any) -> bool:

@@ -130,7 +130,7 @@ class Model(msgspec.Struct, metaclass=ModelMeta, frozen=True):
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None) -> Self:
         """A copy with some fields replaced; a `Request` checks them."""
-        return msgspec.structs.replace(self, **(update or {}))
+        return type(self)(**{**msgspec.structs.asdict(self), **(update or {})})
 
     def __repr__(self) -> str:
         shown = [f"{name}={field.shown(getattr(self, name))}" for name, field in plan_of(type(self)).items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import chain
 from typing import Annotated, Any, Literal, Self, TypeAlias
 
@@ -106,10 +107,12 @@ class ModelInput(Request):
 
     def append_int(self, token: int) -> Self:
         """A new input with one more token, in the last chunk if that is text."""
-        last = self.chunks[-1] if self.chunks else None
-        if isinstance(last, EncodedTextChunk):
-            return type(self)(chunks=[*self.chunks[:-1], EncodedTextChunk(tokens=[*last.tokens, token])])
-        return self.append(EncodedTextChunk(tokens=[token]))
+        added = EncodedTextChunk(tokens=[token])
+        if not self.chunks or not isinstance(self.chunks[-1], EncodedTextChunk):
+            return self.append(added)
+        grown = copy(self.chunks[-1])
+        force_setattr(grown, "tokens", [*grown.tokens, *added.tokens])  # both were checked when they were made
+        return type(self)(chunks=[*self.chunks[:-1], grown])
 
     def to_ints(self) -> list[int]:
         """All token ids. An input with anything but text has none."""

@@ -14,6 +14,7 @@ import msgspec
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.types import Datum, ForwardBackwardInput, LossFnType
+from tinsmith.types._codecs import plain_or_refuse
 from tinsmith.types._model import Model, Response
 
 M = TypeVar("M", bound=Model)
@@ -24,9 +25,9 @@ def encode(value: object) -> bytes:
     if isinstance(value, Response):
         # Metrics and log-probabilities may be NaN or infinite. msgspec would write null, which no client takes for a
         # number; the standard library writes NaN, which Python clients read.
-        plain = msgspec.to_builtins(value.to_builtins())
+        plain = msgspec.to_builtins(value.to_builtins(), enc_hook=plain_or_refuse)
         return json.dumps(plain, separators=(",", ":"), ensure_ascii=False).encode()
-    return msgspec.json.encode(value.to_builtins() if isinstance(value, Model) else value)
+    return msgspec.json.encode(value.to_builtins() if isinstance(value, Model) else value, enc_hook=plain_or_refuse)
 
 
 def decode(cls: type[M], data: bytes) -> M:

@@ -49,8 +49,6 @@ from tinsmith.types.training import check_loss_fn
 from tinsmith.wire import tinker_pb2 as pb
 from tinsmith.wire.zstd import OpenFrame, open_frame
 
-CONTENT_TYPE = "application/x-protobuf"
-
 # --- a training request, to the server --------------------------------------------------------------------------------
 
 
@@ -120,7 +118,7 @@ def _with_pauses(pieces: Iterable[bytes], pause: Callable[[], None]) -> Iterator
 
 
 def _pieces(examples: ForwardBackwardInput, forward_only: bool, pause: Callable[[], None]) -> Iterator[bytes]:
-    """What makes up the message when put together, in pieces that are never large."""
+    """What makes up the message when put together; no piece is larger than one chunk or tensor."""
     yield _serialized(_settings(examples, forward_only))
     for index, datum in enumerate(examples.data):
         try:
@@ -334,10 +332,7 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 
 def _dense(datum: LossFnOutput) -> dict[str, Array]:
-    return {
-        name: np.atleast_1d(tensor.values if tensor.csr is None else tensor.to_numpy())
-        for name, tensor in sorted(datum.items())
-    }
+    return {name: tensor.values if tensor.csr is None else tensor.to_numpy() for name, tensor in sorted(datum.items())}
 
 
 def _layout(datum: Mapping[str, Array]) -> Layout:

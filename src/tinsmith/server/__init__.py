@@ -1,0 +1,1 @@
+"""The server: the whole API on your own machine, with a real engine."""

@@ -1,0 +1,210 @@
+"""One linear layer, many adapters: each adapter adds its low-rank product to its own rows of a packed batch.
+
+    Site        what one adapter adds to one (possibly fused) linear layer
+    LoraRows    which rows of a packed batch use which adapter
+    linear      x W^T + b, and scale * (x A^T) B^T on the rows of each adapter
+
+A layer that computes several projections of one input at once (q, k and v; gate and up) is one site: the A matrices of
+its parts lie on top of each other and make one product; each part has its own B.
+
+Gradients of A and B are added to the adapter's float32 buffers during the backward pass itself. Autograd sees only the
+activations, so a batch of many adapters costs no bookkeeping per tensor.
+
+Letters: T rows of the batch, P parts of a site, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+# Below this many rows for each adapter, one product with all adapters at once, most of it masked away, costs less than
+# a few small products for each adapter. Measured on two CPU cores; decoding is far below, training far above.
+STACKED_BELOW_ROWS = 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """The weights of one adapter at one linear layer, in the dtype of the products, and where its gradients go."""
+
+    a: Tensor  # [P * r, in]
+    b: tuple[Tensor, ...]  # P of [out of the part, r]
+    scale: float
+    grad_a: Tensor | None = None  # float32, shaped as a
+    grad_b: tuple[Tensor, ...] | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0] // len(self.b)
+
+
+class HasSites(Protocol):
+    """An adapter: live (with gradients) or a frozen copy."""
+
+    @property
+    def sites(self) -> Mapping[str, Site]: ...
+
+
+Segment: TypeAlias = tuple[int, int, HasSites | None]
+"""Rows from start to end use this adapter; None is the base model."""
+
+
+class LoraRows:
+    """Which rows of a packed batch use which adapter; rows of one adapter lie together."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segment for segment in segments if segment[2] is not None)
+        self.num_rows = segments[-1][1] if segments else 0
+        self.sites = [(start, end, adapter.sites) for start, end, adapter in self.segments if adapter is not None]
+        self._stacks: dict[str, _Stack | None] = {}
+
+    def regrouped(self, segments: Sequence[Segment]) -> LoraRows:
+        """The same adapters, in the same order, over other rows: what was prepared for them is kept."""
+        rows = LoraRows(segments)
+        if [sites for _, _, sites in rows.sites] == [sites for _, _, sites in self.sites]:
+            rows._stacks = self._stacks
+        return rows
+
+    def slice(self, start: int, end: int) -> LoraRows:
+        """The part of these rows that a chunk of the batch needs, counted from its own beginning."""
+        cut = [(max(first, start) - start, min(last, end) - start, adapter) for first, last, adapter in self.segments]
+        return LoraRows([(first, last, adapter) for first, last, adapter in cut if first < last])
+
+    def at(self, name: str) -> list[tuple[int, int, Site]]:
+        return [(start, end, sites[name]) for start, end, sites in self.sites if name in sites]
+
+    def stack(self, name: str) -> _Stack | None:
+        if name not in self._stacks:
+            at = self.at(name)
+            self._stacks[name] = _Stack([site for _, _, site in at]) if at else None
+        return self._stacks[name]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraRows | None, name: str) -> Tensor:
+    """The frozen layer for all rows, plus what each adapter adds to its own: [T, in] -> [T, out]."""
+    if lora is None or not (at := lora.at(name)):
+        return torch.nn.functional.linear(x, weight, bias)
+    if torch.is_grad_enabled() and at[0][2].grad_a is not None:
+        y: Tensor = _LoraLinear.apply(x, _anchor(x.device), weight, bias, at)
+        return y
+    y = torch.nn.functional.linear(x, weight, bias)
+    if len(at) > 1 and x.shape[0] < STACKED_BELOW_ROWS * len(at):
+        add_stacked(y, x, lora.stack(name), at)
+    else:
+        add_looped(y, x, at)
+    return y
+
+
+def add_looped(y: Tensor, x: Tensor, at: Sequence[tuple[int, int, Site]]) -> list[Tensor]:
+    """Add each adapter's product to its rows of y, one adapter after the other; returns the scaled x A^T of each."""
+    inner = []
+    for start, end, site in at:
+        xa = torch.mm(x[start:end], site.a.t()).mul_(site.scale)
+        for part, (columns, b) in enumerate(_parts(site)):
+            y[start:end, columns].addmm_(_of_part(xa, part, site.rank), b.t())
+        inner.append(xa)
+    return inner
+
+
+def add_stacked(y: Tensor, x: Tensor, stack: _Stack | None, at: Sequence[tuple[int, int, Site]]) -> None:
+    """The same sum as `add_looped` in one product for A and one for each part of B, for batches of few rows."""
+    assert stack is not None
+    xa = torch.mm(x, stack.a.t()).mul_(stack.mask(x.shape[0], at))
+    for part, (columns, b) in enumerate(stack.parts):
+        y[:, columns].addmm_(_of_part(xa, part, b.shape[1]), b.t())
+
+
+class _Stack:
+    """Several adapters of one site side by side: the columns of each part lie together, adapter after adapter."""
+
+    def __init__(self, sites: Sequence[Site]) -> None:
+        num_parts = len(sites[0].b)
+        self.a = torch.cat([site.a.unflatten(0, (num_parts, site.rank)) for site in sites], dim=1).flatten(0, 1)
+        b = [torch.cat(parts, dim=1) for parts in zip(*(site.b for site in sites), strict=True)]
+        self.parts = list(zip(_columns(b), b, strict=True))
+
+    def mask(self, num_rows: int, at: Sequence[tuple[int, int, Site]]) -> Tensor:
+        """The scale where a row meets its own adapter, zero elsewhere: [T, P * sum of ranks]."""
+        num_parts = len(self.parts)
+        mask = self.a.new_zeros(num_rows, num_parts, self.a.shape[0] // num_parts)
+        first = 0
+        for start, end, site in at:
+            mask[start:end, :, first : first + site.rank] = site.scale
+            first += site.rank
+        return mask.flatten(1)
+
+
+class _LoraLinear(torch.autograd.Function):
+    """`linear` with its backward pass written out: W needs no gradient, and those of A and B go to their buffers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, at: list[tuple[int, int, Site]]
+    ) -> Tensor:
+        y = torch.nn.functional.linear(x, weight, bias)
+        inner = add_looped(y, x, at)
+        ctx.save_for_backward(x, weight, *inner)
+        ctx.at = at
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        x, weight, *inner = ctx.saved_tensors
+        dx = torch.mm(dy, weight) if ctx.needs_input_grad[0] else None
+        for (start, end, site), xa in zip(ctx.at, inner, strict=True):
+            dxa = add_gradients(site, x[start:end], xa, dy[start:end])
+            if dx is not None:
+                dx[start:end].addmm_(dxa, site.a)
+        return dx, None, None, None, None
+
+
+def add_gradients(site: Site, x: Tensor, xa: Tensor, dy: Tensor) -> Tensor:
+    """Add dA and dB to the adapter's buffers; returns the scaled gradient of x A^T, from which dx follows."""
+    assert site.grad_a is not None
+    assert site.grad_b is not None
+    dxa = torch.empty_like(xa)
+    for part, ((columns, b), grad_b) in enumerate(zip(_parts(site), site.grad_b, strict=True)):
+        dy_part = dy[:, columns]
+        _of_part(dxa, part, site.rank).copy_(torch.mm(dy_part, b))
+        _accumulate(grad_b, dy_part.t(), _of_part(xa, part, site.rank))
+    dxa.mul_(site.scale)
+    _accumulate(site.grad_a, dxa.t(), x)
+    return dxa
+
+
+def _accumulate(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(torch.mm(left, right))
+
+
+def _parts(site: Site) -> Iterator[tuple[slice, Tensor]]:
+    return zip(_columns(site.b), site.b, strict=True)
+
+
+def _columns(b: Sequence[Tensor]) -> Iterator[slice]:
+    """Where the outputs of each part lie among those of the fused layer."""
+    first = 0
+    for part in b:
+        yield slice(first, first + part.shape[0])
+        first += part.shape[0]
+
+
+def _of_part(xa: Tensor, part: int, rank: int) -> Tensor:
+    return xa[:, part * rank : (part + 1) * rank]
+
+
+_anchors: dict[torch.device, Tensor] = {}
+
+
+def _anchor(device: torch.device) -> Tensor:
+    """A scalar that wants a gradient and never gets one: it makes autograd record the first adapted layer, whose input
+    (frozen embeddings) wants none, without computing a gradient for that input."""
+    if device not in _anchors:
+        _anchors[device] = torch.zeros((), device=device, requires_grad=True)
+    return _anchors[device]
