@@ -9,17 +9,29 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tinsmith._version import __title__, __version__
+from tinsmith._version import __title__ as __title__
+from tinsmith._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tinsmith import auth as auth
+    from tinsmith import compat as compat
+    from tinsmith import errors as errors
     from tinsmith import types as types
     from tinsmith.client.admin import AdminClient as AdminClient
     from tinsmith.client.chat_template import apply_chat_template as apply_chat_template
     from tinsmith.client.config import Config as Config
+    from tinsmith.client.download import Progress as Progress
     from tinsmith.client.futures import APIFuture as APIFuture
+    from tinsmith.client.futures import AwaitableConcurrentFuture as AwaitableConcurrentFuture
+    from tinsmith.client.hooks import Attempt as Attempt
+    from tinsmith.client.hooks import Backoff as Backoff
+    from tinsmith.client.hooks import BillingPause as BillingPause
+    from tinsmith.client.hooks import ProgressLogger as ProgressLogger
+    from tinsmith.client.hooks import QueueStateChange as QueueStateChange
     from tinsmith.client.loss_graph import LossHandle as LossHandle
     from tinsmith.client.loss_graph import PerDatumLossFn as PerDatumLossFn
+    from tinsmith.client.options import RequestOptions as RequestOptions
+    from tinsmith.client.options import Timeout as Timeout
     from tinsmith.client.rest import ExperimentalWarning as ExperimentalWarning
     from tinsmith.client.rest import RestClient as RestClient
     from tinsmith.client.retry import RetryConfig as RetryConfig

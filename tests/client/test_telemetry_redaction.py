@@ -11,7 +11,8 @@ import pytest
 
 from tinsmith.client.hooks import Attempt
 from tinsmith.client.retry import is_user_error
-from tinsmith.client.telemetry import TelemetryReporter, redact, telemetry_hook
+from tinsmith.client.redaction import redact
+from tinsmith.client.telemetry import TelemetryReporter, telemetry_hook
 from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -151,7 +152,6 @@ def test_what_a_validation_answer_echoes_is_not_sent() -> None:
     [
         ValueError(f"cannot tokenize {PROMPT!r}"),
         KeyError(PROMPT),
-        InvalidInputError(f"stop is {PROMPT!r}", field="stop", value=PROMPT),
         APIResponseValidationError(ResponseSummary(200, {}), {"text": PROMPT}, f"unexpected {PROMPT!r}"),
     ],
 )
@@ -160,6 +160,12 @@ def test_the_text_of_an_error_that_may_quote_the_user_is_withheld(error: BaseExc
     assert PROMPT not in text
     assert events[0]["error_type"] == type(error).__name__
     assert "withheld" in events[0]["error_message"]
+
+
+def test_input_that_was_refused_is_named_by_its_kind_alone() -> None:
+    text, events = sent(raised(InvalidInputError(f"stop is {PROMPT!r}", field="stop", value=PROMPT)))
+    assert PROMPT not in text
+    assert events[0]["event_data"] == {"error_type": "InvalidInputError"}
 
 
 def test_token_lists_and_long_texts_in_a_servers_sentence_are_cut() -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import date, datetime, timezone
-from typing import Literal
-from urllib.parse import urlencode
+from datetime import UTC, date, datetime
+from typing import Literal, get_args
 
-from tinsmith.client.config import Config
-from tinsmith.client.connection import Connection
+from tinsmith.client.checks import check_choice
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.rest_calls import RestCalls
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, InvalidTypeError
 from tinsmith.types import AuditLogResponse, BillingUsageResponse, CurrentCheckpointStorageUsageResponse
 
 AuditEventType = Literal["all", "checkpoints", "projects", "teams", "organizations"]
@@ -21,7 +19,8 @@ class AdminClient(RestCalls):
 
     def get_audit_log(self, event_type: AuditEventType = "all", day: date | None = None) -> APIFuture[AuditLogResponse]:
         """The events of one UTC day, today's if none is given."""
-        query = {"event_type": event_type, "day": day.isoformat() if day else None}
+        check_choice("event_type", event_type, get_args(AuditEventType))
+        query = {"event_type": event_type, "day": None if day is None else _day(day)}
         return self._get(AuditLogResponse, "/api/v1/audit", "get_audit_log", query)
 
     async def get_audit_log_async(
@@ -60,13 +59,27 @@ class AdminClient(RestCalls):
         return await self.get_current_checkpoint_storage_usage(project_id)
 
 
+def _day(day: date) -> str:
+    if not isinstance(day, date):
+        raise InvalidTypeError(f"day is {day!r}; it must be a date, such as date(2026, 1, 31).", field="day", value=day)
+    return day.strftime("%Y-%m-%d")
+
+
 def _rfc3339(field: str, value: datetime | str) -> str:
     if isinstance(value, str):
+        try:
+            datetime.fromisoformat(value)
+        except ValueError:
+            raise InvalidInputError(
+                f"{field} is {value!r}; it must be a time such as 2026-01-31T13:00:00Z.", field=field, value=value
+            ) from None
         return value
+    if not isinstance(value, datetime):
+        raise InvalidTypeError(f"{field} is {value!r}; it must be a datetime or a text.", field=field, value=value)
     if value.tzinfo is None:
         raise InvalidInputError(
             f"{field} is {value.isoformat()}, which has no time zone; use datetime(..., tzinfo=timezone.utc).",
             field=field,
             value=value,
         )
-    return value.astimezone(timezone.utc).isoformat().replace("+00:00", "Z")
+    return value.astimezone(UTC).isoformat().replace("+00:00", "Z")

@@ -6,7 +6,6 @@ Thousands of waiting samples then need one connection instead of one each. The p
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 
 from tinsmith.client.connection import Call, Connection, decode
@@ -66,14 +65,15 @@ class BatchPoller:
 
     async def _poll_while_needed(self) -> None:
         policy = self._connection.retry_policy(self._progress_timeout)
-        retry = Retry(policy._replace(max_attempts=1_000_000, max_delay=2.0))
-        alive = time.monotonic()
+        clock = self._connection.clock
+        retry = Retry(policy._replace(max_attempts=1_000_000, max_delay=2.0), clock=clock)
+        alive = clock.now()
         while self._waiters:
-            asked = time.monotonic()
+            asked = clock.now()
             answer = await self._poll(retry)
             retry.progressed()
             self._note(answer)
-            now = time.monotonic()
+            now = clock.now()
             alive = now if answer.completions else max(alive, self._connection.last_progress)
             if now - alive > self._progress_timeout:
                 raise NoProgressError(
@@ -81,7 +81,7 @@ class BatchPoller:
                     f"{self._progress_timeout:g} s. Check the server, or raise RetryConfig.progress_timeout."
                 )
             pace = MIN_INTERVAL_SECONDS if answer.completions else IDLE_INTERVAL_SECONDS - (now - asked)
-            await asyncio.sleep(max(MIN_INTERVAL_SECONDS, pace))
+            await clock.sleep(max(MIN_INTERVAL_SECONDS, pace))
 
     async def _poll(self, retry: Retry) -> FuturesRetrieveResponse:
         acknowledged = list(self._fetched)

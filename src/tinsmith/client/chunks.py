@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 from tinsmith.types import (
     Datum,
@@ -73,9 +74,9 @@ def join_metrics(parts: Sequence[Mapping[str, float]], sizes: Sequence[int]) -> 
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part[key] for part in parts if key in part]
         weights = [size for part, size in zip(parts, sizes, strict=True) if key in part]
-        reduction = key.rpartition(":")[2]
-        if reduction in _REDUCTIONS:
-            joined[key] = _REDUCTIONS[reduction](values, weights)
+        reduce = _REDUCTIONS.get(key.rpartition(":")[2]) if ":" in key else None
+        if reduce is not None:
+            joined[key] = reduce(values, weights)
         else:
             joined.update({f"{key}_{i}" if i else key: value for i, value in enumerate(values)})
     return joined
@@ -88,7 +89,9 @@ def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
     return sum(value * weight for value, weight in zip(values, weights, strict=True)) / total
 
 
-def _hash_sum(values: Iterable[float], weights: Sequence[int]) -> float:
+def _hash_sum(values: Sequence[float], weights: Sequence[int]) -> float:
+    if not all(map(math.isfinite, values)):
+        return math.nan
     return sum(int(value) for value in values) % HASH_MODULUS
 
 

@@ -20,7 +20,7 @@ from tinsmith.client import futures
 from tinsmith.client.account import account_of
 from tinsmith.client.config import Config
 from tinsmith.client.futures import APIFuture
-from tinsmith.client.hooks import Attempt, BillingPause, Hooks, QueueStateLogger
+from tinsmith.client.hooks import Attempt, BillingPause, Hook, Hooks, QueueStateLogger
 from tinsmith.client.loop import BackgroundLoop, background_loop
 from tinsmith.client.redaction import hide_known
 from tinsmith.client.retry import (
@@ -37,7 +37,6 @@ from tinsmith.client.retry import (
 from tinsmith.client.telemetry import TelemetryReporter, telemetry_hook
 from tinsmith.client.transport import HttpRequest, HttpResponse, Traffic, Transport
 from tinsmith.errors import (
-    APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
     ClientClosedError,
@@ -100,7 +99,7 @@ class Connection:
         self.config = config
         self.loop = loop or background_loop()
         self.account = account_of(config, self.loop.asyncio_loop)
-        self._local_hooks = (QueueStateLogger(), *config.hooks)
+        self._local_hooks: tuple[Hook, ...] = (QueueStateLogger(), *config.hooks)
         self.hooks = Hooks(self._local_hooks)
         self.last_progress = self.clock.now()
         self._transport = Transport(config)
@@ -212,8 +211,8 @@ class Connection:
             raise APIResponseValidationError(
                 error.response,
                 error.body,
-                f"The server at {self.config.base_url} does not speak this API: POST /api/v1/client/config was answered "
-                f"with {_describe(error)}. Check base_url (TINKER_BASE_URL).",
+                f"The server at {self.config.base_url} does not speak this API: POST /api/v1/client/config was "
+                f"answered with {_describe(error)}. Check base_url (TINKER_BASE_URL).",
             ) from error
 
     async def _exchange(self, credential: str) -> str:

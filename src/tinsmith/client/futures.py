@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 import warnings
@@ -41,7 +42,7 @@ class APIFuture(Future[T]):
     def _condition(self) -> threading.Condition:  # type: ignore[override]
         condition: threading.Condition | None = self.__dict__.get("_own_condition")
         # Two threads may both find none; setdefault is atomic, so that they end up with the same one.
-        return condition or self.__dict__.setdefault("_own_condition", threading.Condition())  # type: ignore[no-any-return]
+        return condition or self.__dict__.setdefault("_own_condition", threading.Condition())
 
     def result(self, timeout: float | None = None) -> T:
         self._check_can_block()
@@ -79,18 +80,14 @@ class APIFuture(Future[T]):
 
     def resolve(self, value: T) -> None:
         """Sets the result, in silence if the caller has given up meanwhile."""
-        try:
+        with contextlib.suppress(InvalidStateError):
             self.set_result(value)
-        except InvalidStateError:
-            pass
         self._on_cancel = None
 
     def fail(self, error: BaseException) -> None:
         """Sets the error, in silence if the caller has given up meanwhile."""
-        try:
+        with contextlib.suppress(InvalidStateError):
             self.set_exception(error)
-        except InvalidStateError:
-            pass
         self._on_cancel = None
 
     def _check_can_block(self) -> None:

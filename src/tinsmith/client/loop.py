@@ -35,7 +35,7 @@ class BackgroundLoop:
             try:
                 self.asyncio_loop.run_forever()
                 return
-            except BaseException as error:  # noqa: BLE001
+            except BaseException as error:
                 logger.error("%r was raised on Tinsmith's event loop, which goes on.", error, exc_info=error)
 
     def post(self, callback: Callable[..., object], *args: Any) -> None:

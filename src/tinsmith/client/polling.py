@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-import time
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tinsmith.client.connection import JSON, PROTOBUF, Call, Connection
 from tinsmith.client.hooks import QueueStateChange
 from tinsmith.client.retry import Retry
+from tinsmith.client.threads import run_coding
 from tinsmith.client.transport import HttpResponse, Traffic
 from tinsmith.errors import (
     APIResponseValidationError,
@@ -54,30 +53,39 @@ async def retrieve(
     request_id: str,
     *,
     subject: str,
+    traffic: Traffic = Traffic.POLL,
     roundtrip: float | None = None,
     payload_size: int | None = None,
     progress_timeout: float | None = None,
 ) -> T:
     """Polls until the operation is done. A known payload size saves the question for it."""
-    poll = _Poll(connection, kind, request_id, subject, progress_timeout or connection.config.progress_timeout)
-    return await poll.run(roundtrip, payload_size)
+    limit = progress_timeout or connection.config.progress_timeout
+    return await _Poll(connection, kind, request_id, subject, traffic, limit).run(roundtrip, payload_size)
 
 
 class _Poll(Generic[T]):
     def __init__(
-        self, connection: Connection, kind: ResultKind[T], request_id: str, subject: str, progress_timeout: float
+        self,
+        connection: Connection,
+        kind: ResultKind[T],
+        request_id: str,
+        subject: str,
+        traffic: Traffic,
+        progress_timeout: float,
     ) -> None:
         self._connection = connection
+        self._clock = connection.clock
         self._kind = kind
         self._request_id = request_id
         self._subject = subject
+        self._traffic = traffic
+        self._progress_timeout = progress_timeout
         self._state = "active"
         self._iteration = 0
         self._quick_answers = 0
-        self._alive_since = time.monotonic()
-        self._progress_timeout = progress_timeout
+        self._alive_since = self._clock.now()
         policy = connection.retry_policy(progress_timeout)
-        self._retry = Retry(policy._replace(max_attempts=1_000_000))
+        self._retry = Retry(policy._replace(max_attempts=1_000_000), clock=self._clock)
 
     async def run(self, roundtrip: float | None, payload_size: int | None) -> T:
         budget = self._connection.account.response_bytes
@@ -88,17 +96,18 @@ class _Poll(Generic[T]):
                     # Large results are fetched within a byte budget, so that many of them do not fill the memory.
                     await budget.acquire(payload_size)
                     reserved = payload_size
-                sent = time.monotonic()
+                sent = self._clock.now()
                 response = await self._ask(roundtrip, metadata_only=not reserved)
                 if _is_protobuf(response):
-                    return await self._finish(response)
-                answer = self._parse(response)
+                    return await self._decoded(response, self._kind.from_protobuf)
+                answer = await _off_the_loop_if_large(self._parse, response)
                 if response.status == 408 or answer.get("type") == "try_again":
-                    await self._keep_waiting(answer, time.monotonic() - sent)
+                    await self._keep_waiting(answer, self._clock.now() - sent)
                 elif answer.get("status") == "complete_metadata" and not reserved:
-                    payload_size = int(answer.get("response_payload_size") or 1)
+                    payload_size = self._announced_size(response, answer)
                 else:
-                    return await self._finish(response, answer)
+                    self._raise_if_failed(answer)
+                    return await self._decoded(response, self._kind.from_json)
         finally:
             if reserved:
                 budget.release(reserved)
@@ -115,7 +124,7 @@ class _Poll(Generic[T]):
             "POST",
             PATH,
             wire_json.encode({"request_id": self._request_id, "allow_metadata_only": metadata_only}),
-            Traffic.POLL,
+            self._traffic,
             accept=self._kind.accept,
             headers=headers,
             timeout=POLL_TIMEOUT_SECONDS,
@@ -125,59 +134,73 @@ class _Poll(Generic[T]):
         self._retry.progressed()
         return response
 
+    # Not done yet
+
     async def _keep_waiting(self, answer: dict[str, Any], elapsed: float) -> None:
-        state = answer.get("queue_state", "active")
-        state = state if state in QUEUE_STATES else "unknown"
-        if state != self._state:
-            self._state = state
-            self._connection.hooks.emit(
-                QueueStateChange(state, answer.get("queue_state_reason"), self._subject, self._request_id)
-            )
-        if state != "active":
-            self._alive_since = time.monotonic()
+        self._note_state(answer)
+        if self._state != "active":
+            self._alive_since = self._clock.now()
         self._check_progress()
         if elapsed < LONG_POLL_SECONDS:
             pace = min(FIRST_PACE_SECONDS * 2**self._quick_answers, MAX_PACE_SECONDS)
             self._quick_answers = min(self._quick_answers + 1, 10)
-            await asyncio.sleep(pace * (1 - 0.25 * random.random()))
+            await self._clock.sleep(pace * (1 - 0.25 * random.random()))
+
+    def _note_state(self, answer: dict[str, Any]) -> None:
+        state, reason = str(answer.get("queue_state") or "active").lower(), answer.get("queue_state_reason")
+        state = state if state in QUEUE_STATES else "unknown"
+        if state != self._state:
+            self._state = state
+            reason = None if reason is None else str(reason)
+            self._connection.hooks.emit(QueueStateChange(state, reason, self._subject, self._request_id))
 
     def _check_progress(self) -> None:
         limit = self._progress_timeout
-        if time.monotonic() - max(self._alive_since, self._connection.last_progress) > limit:
+        if self._clock.now() - max(self._alive_since, self._connection.last_progress) > limit:
             raise NoProgressError(
                 message=f"{self._kind.request_type} {self._request_id} is still pending, and no operation of this "
-                f"client has finished for {limit:g} s. Check the server, or raise progress_timeout in the Config."
+                f"client has finished for {limit:g} s. Check the server, or raise progress_timeout."
             )
+
+    # Done
 
     def _parse(self, response: HttpResponse) -> dict[str, Any]:
-        if response.status == 408 and not response.body:
-            return {}
+        """What is wrong with a 408 does not matter: its status says it all."""
         try:
             answer = wire_json.loads(response.body)
+            problem = "it is not a JSON object"
         except InvalidInputError as error:
-            if response.status == 408:
-                return {}
-            raise self._malformed(response, str(error)) from error
-        if not isinstance(answer, dict):
-            raise self._malformed(response, "it is not a JSON object")
-        return answer
+            answer, problem = None, str(error)
+        if isinstance(answer, dict):
+            return answer
+        if response.status == 408:
+            return {}
+        raise self._malformed(response, problem)
 
-    async def _finish(self, response: HttpResponse, answer: dict[str, Any] | None = None) -> T:
-        self._connection.last_progress = time.monotonic()
-        if answer is not None and "error" in answer:
-            failure = wire_json.decode(RequestFailedResponse, response.body)
-            raise RequestFailedError(
-                f"{self._kind.request_type} {self._request_id} failed on the server: {failure.error}",
-                self._request_id,
-                failure.category,
-            )
-        decode = self._kind.from_json if answer is not None else self._kind.from_protobuf
+    def _announced_size(self, response: HttpResponse, answer: dict[str, Any]) -> int:
+        size = answer.get("response_payload_size")
+        if not isinstance(size, int) or size < 0:
+            raise self._malformed(response, f"its response_payload_size is {size!r}")
+        return size or 1
+
+    def _raise_if_failed(self, answer: dict[str, Any]) -> None:
+        error = answer.get("error")
+        if error is None:
+            return
+        self._connection.last_progress = self._clock.now()
+        failure = RequestFailedResponse.from_builtins({**answer, "error": str(error)})
+        raise RequestFailedError(
+            f"{self._kind.request_type} {self._request_id} failed on the server: {failure.error}",
+            self._request_id,
+            failure.category,
+        )
+
+    async def _decoded(self, response: HttpResponse, decode: Callable[[bytes], T] | None) -> T:
+        self._connection.last_progress = self._clock.now()
         if decode is None:
             raise self._malformed(response, "it is protobuf where JSON is due")
         try:
-            if len(response.body) > LARGE_BODY_BYTES:
-                return await asyncio.to_thread(decode, response.body)
-            return decode(response.body)
+            return await _off_the_loop_if_large(lambda response: decode(response.body), response)
         except InvalidInputError as error:
             raise self._malformed(response, str(error)) from error
 
@@ -191,3 +214,7 @@ class _Poll(Generic[T]):
 
 def _is_protobuf(response: HttpResponse) -> bool:
     return response.status == 200 and PROTOBUF in (response.headers.get("content-type") or "")
+
+
+async def _off_the_loop_if_large(read: Callable[[HttpResponse], T], response: HttpResponse) -> T:
+    return await run_coding(read, response) if len(response.body) > LARGE_BODY_BYTES else read(response)

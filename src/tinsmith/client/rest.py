@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 import uuid
 import warnings
 from collections.abc import Mapping
 from datetime import date, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 from urllib.parse import quote
 
 from tinsmith.client.admin import AdminClient, AuditEventType
+from tinsmith.client.checks import check_choice, check_count, check_id, check_text, parse_checkpoint_path
 from tinsmith.client.connection import Call
 from tinsmith.client.download import ProgressCallback, download_files
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.paging import Page, Pages, next_offset
 from tinsmith.client.rest_calls import RestCalls, sdk_headers
 from tinsmith.client.transport import Traffic
-from tinsmith.errors import InvalidInputError, UnsupportedByServerError
+from tinsmith.errors import InvalidInputError, InvalidTypeError, NoProgressError, UnsupportedByServerError
 from tinsmith.types import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -33,7 +35,6 @@ from tinsmith.types import (
     GetSessionResponse,
     HealthResponse,
     ListSessionsResponse,
-    ParsedCheckpointTinkerPath,
     SessionSearchCursor,
     SessionSearchRequest,
     SessionSearchResponse,
@@ -64,8 +65,8 @@ class RestClient(RestCalls):
     # Training runs
 
     def get_training_run(self, training_run_id: str, access_scope: AccessScope = "owned") -> APIFuture[TrainingRun]:
-        path = f"/api/v1/training_runs/{_id(training_run_id)}"
-        return self._get(TrainingRun, path, "get_training_run", {"access_scope": access_scope})
+        path = f"/api/v1/training_runs/{_id('training_run_id', training_run_id)}"
+        return self._get(TrainingRun, path, "get_training_run", _scope(access_scope))
 
     async def get_training_run_async(self, training_run_id: str, access_scope: AccessScope = "owned") -> TrainingRun:
         return await self.get_training_run(training_run_id, access_scope)
@@ -73,9 +74,9 @@ class RestClient(RestCalls):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: AccessScope = "owned"
     ) -> APIFuture[TrainingRun]:
-        run = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path).training_run_id
-        path = f"/api/v1/training_runs/{_id(run)}"
-        return self._get(TrainingRun, path, "get_training_run_by_tinker_path", {"access_scope": access_scope})
+        run = parse_checkpoint_path("tinker_path", tinker_path).training_run_id
+        path = f"/api/v1/training_runs/{_id('training_run_id', run)}"
+        return self._get(TrainingRun, path, "get_training_run_by_tinker_path", _scope(access_scope))
 
     async def get_training_run_by_tinker_path_async(
         self, tinker_path: str, access_scope: AccessScope = "owned"
@@ -85,7 +86,7 @@ class RestClient(RestCalls):
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> APIFuture[TrainingRunsResponse]:
-        query = {"limit": limit, "offset": offset, "access_scope": access_scope, "project_id": project_id}
+        query = {**_page(limit, offset), **_scope(access_scope), "project_id": project_id}
         return self._get(TrainingRunsResponse, "/api/v1/training_runs", "list_training_runs", query)
 
     async def list_training_runs_async(
@@ -97,14 +98,10 @@ class RestClient(RestCalls):
         self, access_scope: AccessScope = "owned", project_id: str | None = None
     ) -> Pages[TrainingRun, int]:
         """All runs, for `for` or `async for`; pages are fetched as they are needed."""
+        scope = _scope(access_scope)
 
         async def fetch(offset: int) -> Page[TrainingRun, int]:
-            query = {
-                "limit": RUNS_PER_PAGE,
-                "offset": offset,
-                "access_scope": access_scope,
-                "project_id": project_id,
-            }
+            query = {**_page(RUNS_PER_PAGE, offset), **scope, "project_id": project_id}
             answer = await self._fetch(TrainingRunsResponse, "/api/v1/training_runs", "list_training_runs", query)
             runs = answer.training_runs
             return Page(runs, next_offset(offset, RUNS_PER_PAGE, len(runs), answer.cursor.total_count))
@@ -114,14 +111,14 @@ class RestClient(RestCalls):
     # Checkpoints
 
     def list_checkpoints(self, training_run_id: str) -> APIFuture[CheckpointsListResponse]:
-        path = f"/api/v1/training_runs/{_id(training_run_id)}/checkpoints"
+        path = f"/api/v1/training_runs/{_id('training_run_id', training_run_id)}/checkpoints"
         return self._get(CheckpointsListResponse, path, "list_checkpoints")
 
     async def list_checkpoints_async(self, training_run_id: str) -> CheckpointsListResponse:
         return await self.list_checkpoints(training_run_id)
 
     def list_user_checkpoints(self, limit: int = 100, offset: int = 0) -> APIFuture[CheckpointsListResponse]:
-        query = {"limit": limit, "offset": offset}
+        query = _page(limit, offset)
         return self._get(CheckpointsListResponse, "/api/v1/checkpoints", "list_user_checkpoints", query)
 
     async def list_user_checkpoints_async(self, limit: int = 100, offset: int = 0) -> CheckpointsListResponse:
@@ -131,10 +128,8 @@ class RestClient(RestCalls):
         """All checkpoints of the user, newest first."""
 
         async def fetch(offset: int) -> Page[Checkpoint, int]:
-            query = {"limit": CHECKPOINTS_PER_PAGE, "offset": offset}
-            answer = await self._fetch(
-                CheckpointsListResponse, "/api/v1/checkpoints", "list_user_checkpoints", query
-            )
+            query = _page(CHECKPOINTS_PER_PAGE, offset)
+            answer = await self._fetch(CheckpointsListResponse, "/api/v1/checkpoints", "list_user_checkpoints", query)
             total = answer.cursor.total_count if answer.cursor else None
             found = answer.checkpoints
             return Page(found, next_offset(offset, CHECKPOINTS_PER_PAGE, len(found), total))
@@ -142,6 +137,7 @@ class RestClient(RestCalls):
         return Pages(lambda offset: self._connection.run(functools.partial(fetch, offset)), 0)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
+        parse_checkpoint_path("tinker_path", tinker_path)
         body = wire_json.encode({"tinker_path": tinker_path})
         return self._post(WeightsInfoResponse, "/api/v1/weights_info", "get_weights_info_by_tinker_path", body)
 
@@ -160,12 +156,27 @@ class RestClient(RestCalls):
 
         `on_progress` is called with a `Progress` after every piece, on a thread of the SDK.
         """
+        return self.fetch_export(tinker_path, Path(folder), on_progress)
+
+    def fetch_export(
+        self, tinker_path: str, folder: Path, on_progress: ProgressCallback | None, label: str | None = None
+    ) -> APIFuture[list[Path]]:
+        """The same for a passing export of the checkpoint `label`; its bytes need not equal those of an earlier one."""
         path = f"{_checkpoint_path(tinker_path, only='external')}/external_weights_urls"
 
         async def get_urls() -> ExternalWeightsUrlsResponse:
             return await self._fetch(ExternalWeightsUrlsResponse, path, "get_external_weights_urls")
 
-        return self._connection.run(lambda: download_files(self._connection, get_urls, Path(folder), on_progress))
+        return self._connection.run(
+            lambda: download_files(
+                self._connection,
+                get_urls,
+                Path(folder),
+                label=label or tinker_path,
+                on_progress=on_progress,
+                keep_parts=label is None,
+            )
+        )
 
     async def download_external_weights_async(
         self, tinker_path: str, folder: str | Path, on_progress: ProgressCallback | None = None
@@ -173,7 +184,8 @@ class RestClient(RestCalls):
         return await self.download_external_weights(tinker_path, folder, on_progress)
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> APIFuture[None]:
-        path = f"/api/v1/training_runs/{_id(training_run_id)}/checkpoints/{_id(checkpoint_id)}"
+        run = check_id("training_run_id", training_run_id)
+        path = _checkpoint_path(f"tinker://{run}/{check_text('checkpoint_id', checkpoint_id)}")
         return self._change("DELETE", path, "delete_checkpoint")
 
     async def delete_checkpoint_async(self, training_run_id: str, checkpoint_id: str) -> None:
@@ -202,6 +214,8 @@ class RestClient(RestCalls):
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Lets a checkpoint expire after so many seconds; None keeps it for ever."""
+        if ttl_seconds is not None:
+            check_count("ttl_seconds", ttl_seconds, minimum=1)
         body = wire_json.encode({"ttl_seconds": ttl_seconds})
         path = f"{_checkpoint_path(tinker_path)}/ttl"
         return self._change("PUT", path, "set_checkpoint_ttl_from_tinker_path", body)
@@ -219,12 +233,12 @@ class RestClient(RestCalls):
     ) -> APIFuture[str]:
         """Copies a checkpoint into a project and gives the new path."""
         project = destination_project_id or self._connection.config.project_id
-        if project is None:
+        if not project:
             raise InvalidInputError(
                 "copy_weights needs a project: pass destination_project_id or set TINKER_PROJECT_ID.",
                 field="destination_project_id",
             )
-        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        parse_checkpoint_path("path", path)
         request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl_seconds)
         headers = {**sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token is not None:
@@ -236,11 +250,23 @@ class RestClient(RestCalls):
 
         return self._connection.run(copy)
 
+    async def copy_weights_async(
+        self,
+        path: str,
+        destination_project_id: str | None = None,
+        *,
+        ttl_seconds: int | None = None,
+        weights_access_token: str | None = None,
+    ) -> str:
+        return await self.copy_weights(
+            path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
+        )
+
     # Sessions
 
     def get_session(self, session_id: str, access_scope: AccessScope = "owned") -> APIFuture[GetSessionResponse]:
-        path = f"/api/v1/sessions/{_id(session_id)}"
-        return self._get(GetSessionResponse, path, "get_session", {"access_scope": access_scope})
+        path = f"/api/v1/sessions/{_id('session_id', session_id)}"
+        return self._get(GetSessionResponse, path, "get_session", _scope(access_scope))
 
     async def get_session_async(self, session_id: str, access_scope: AccessScope = "owned") -> GetSessionResponse:
         return await self.get_session(session_id, access_scope)
@@ -248,7 +274,7 @@ class RestClient(RestCalls):
     def list_sessions(
         self, limit: int = 20, offset: int = 0, access_scope: AccessScope = "owned"
     ) -> APIFuture[ListSessionsResponse]:
-        query = {"limit": limit, "offset": offset, "access_scope": access_scope}
+        query = {**_page(limit, offset), **_scope(access_scope)}
         return self._get(ListSessionsResponse, "/api/v1/sessions", "list_sessions", query)
 
     async def list_sessions_async(
@@ -258,9 +284,10 @@ class RestClient(RestCalls):
 
     def iter_sessions(self, access_scope: AccessScope = "owned") -> Pages[str, int]:
         """The ids of all sessions."""
+        scope = _scope(access_scope)
 
         async def fetch(offset: int) -> Page[str, int]:
-            query = {"limit": SESSIONS_PER_PAGE, "offset": offset, "access_scope": access_scope}
+            query = {**_page(SESSIONS_PER_PAGE, offset), **scope}
             found = (await self._fetch(ListSessionsResponse, "/api/v1/sessions", "list_sessions", query)).sessions
             return Page(found, next_offset(offset, SESSIONS_PER_PAGE, len(found), None))
 
@@ -268,17 +295,20 @@ class RestClient(RestCalls):
 
     def assign_session_project(self, session_id: str, project_id: str) -> APIFuture[None]:
         """Files a session under a project. It can be moved later, but not back to no project."""
-        body = wire_json.encode({"project_id": project_id})
-        return self._change("PUT", f"/api/v1/sessions/{_id(session_id)}/project", "assign_session_project", body)
+        body = wire_json.encode({"project_id": check_text("project_id", project_id)})
+        return self._change(
+            "PUT", f"/api/v1/sessions/{_id('session_id', session_id)}/project", "assign_session_project", body
+        )
 
     async def assign_session_project_async(self, session_id: str, project_id: str) -> None:
         await self.assign_session_project(session_id, project_id)
 
     def export_session_trace(self, session_id: str) -> APIFuture[str]:
         """A link to the session's trace; waits until the server has made it."""
-        path = f"/api/v1/sessions/{_id(session_id)}/trace_export"
+        path = f"/api/v1/sessions/{_id('session_id', session_id)}/trace_export"
 
         async def export() -> str:
+            deadline = time.monotonic() + self._connection.config.progress_timeout
             while True:
                 answer = await self._fetch(_TraceExport, path, "export_session_trace")
                 if answer.status == "ready" and answer.url:
@@ -286,6 +316,11 @@ class RestClient(RestCalls):
                 if answer.status != "pending":
                     raise UnsupportedByServerError(
                         f"The trace of session {session_id} could not be exported: {answer.error or answer.status}."
+                    )
+                if time.monotonic() > deadline:
+                    raise NoProgressError(
+                        message=f"The trace of session {session_id} is still being made. Ask again later, or raise "
+                        "progress_timeout in the Config."
                     )
                 await asyncio.sleep(TRACE_POLL_SECONDS)
 
@@ -319,13 +354,14 @@ class RestClient(RestCalls):
         return Pages(lambda cursor: self._connection.run(functools.partial(fetch, cursor)), "first")
 
     def _search(self, request: SessionSearchRequest) -> APIFuture[SessionSearchResponse]:
+        _check_search(request)
         body = wire_json.encode(request)
         return self._post(SessionSearchResponse, "/api/v1/sessions/search", "search_sessions", body)
 
     # The rest
 
     def get_sampler(self, sampler_id: str) -> APIFuture[GetSamplerResponse]:
-        return self._get(GetSamplerResponse, f"/api/v1/samplers/{_id(sampler_id)}", "get_sampler")
+        return self._get(GetSamplerResponse, f"/api/v1/samplers/{_id('sampler_id', sampler_id)}", "get_sampler")
 
     async def get_sampler_async(self, sampler_id: str) -> GetSamplerResponse:
         return await self.get_sampler(sampler_id)
@@ -342,8 +378,9 @@ class RestClient(RestCalls):
         return self._connection.run(ask)
 
     def health(self) -> APIFuture[HealthResponse]:
-        """Whether the server is up."""
-        return self._get(HealthResponse, "/api/v1/healthz", "health")
+        """Whether the server is up. Asked once, without retries."""
+        call = Call("GET", "/api/v1/healthz", traffic=Traffic.REST, headers=sdk_headers("health"), retries=False)
+        return self._connection.run(lambda: self._connection.call_for(HealthResponse, call))
 
     async def health_async(self) -> HealthResponse:
         return await self.health()
@@ -394,13 +431,31 @@ class _TraceExport(Response):
     error: str | None = None
 
 
-def _id(text: str) -> str:
-    """An id as part of a URL; colons and slashes stay as they are, as servers expect."""
-    return quote(text, safe=":/")
+def _check_search(request: Any) -> None:
+    if not isinstance(request, SessionSearchRequest):
+        raise InvalidTypeError(
+            f"request is {request!r}; it must be a SessionSearchRequest.", field="request", value=request
+        )
+
+
+def _id(field: str, value: str) -> str:
+    """An id as part of a URL; colons stay as they are, as servers expect."""
+    return quote(check_id(field, value), safe=":")
+
+
+def _page(limit: int, offset: int) -> dict[str, int]:
+    check_count("limit", limit, minimum=1)
+    check_count("offset", offset)
+    return {"limit": limit, "offset": offset}
+
+
+def _scope(access_scope: AccessScope) -> dict[str, str]:
+    check_choice("access_scope", access_scope, get_args(AccessScope))
+    return {"access_scope": access_scope}
 
 
 def _checkpoint_path(tinker_path: str, only: str | None = None) -> str:
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    parsed = parse_checkpoint_path("tinker_path", tinker_path)
     if only is not None and parsed.checkpoint_type != only:
         raise InvalidInputError(
             f"{tinker_path} is a {parsed.checkpoint_type} checkpoint; only exported ones (external_weights) have files "
@@ -408,7 +463,8 @@ def _checkpoint_path(tinker_path: str, only: str | None = None) -> str:
             field="tinker_path",
             value=tinker_path,
         )
-    return f"/api/v1/training_runs/{_id(parsed.training_run_id)}/checkpoints/{_id(parsed.checkpoint_id)}"
+    run, checkpoint = quote(parsed.training_run_id, safe=":"), quote(parsed.checkpoint_id, safe=":/")
+    return f"/api/v1/training_runs/{run}/checkpoints/{checkpoint}"
 
 
 def _whoami(claims: Mapping[str, object]) -> WhoamiResponse:

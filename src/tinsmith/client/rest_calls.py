@@ -7,7 +7,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlencode
 
 from tinsmith._version import PROTOCOL_VERSION
-from tinsmith.client.config import Config
+from tinsmith.client import futures
+from tinsmith.client.config import Config, check_config
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.transport import Traffic
@@ -26,17 +27,20 @@ class RestCalls:
         api_key: str | None = None,
         config: Config | None = None,
     ) -> None:
-        if _connection is not None and (base_url or api_key or config):
+        if _connection is not None and (base_url or api_key or config is not None):
             raise InvalidInputError("A connection was given together with base_url, api_key or config; pass one kind.")
-        self._connection = _connection or Connection(config or Config.from_env(base_url=base_url, api_key=api_key))
+        if config is not None and (base_url or api_key):
+            raise InvalidInputError("A config was given together with base_url or api_key; put them into the config.")
+        if _connection is None:
+            settings = Config.from_env(base_url=base_url, api_key=api_key) if config is None else check_config(config)
+            _connection = Connection(settings)
+        self._connection = _connection
 
     def get_telemetry(self) -> None:
         """Kept for old callers; there is nothing to get."""
 
     def close(self) -> APIFuture[None]:
         """Ends calls in progress and closes the connections."""
-        from tinsmith.client import futures
-
         return futures.run(self._connection.close, self._connection.loop)
 
     def __repr__(self) -> str:
@@ -47,9 +51,7 @@ class RestCalls:
     ) -> APIFuture[M]:
         return self._connection.run(lambda: self._fetch(result_type, path, method, query))
 
-    async def _fetch(
-        self, result_type: type[M], path: str, method: str, query: Mapping[str, Any] | None = None
-    ) -> M:
+    async def _fetch(self, result_type: type[M], path: str, method: str, query: Mapping[str, Any] | None = None) -> M:
         call = Call("GET", path + query_string(query), traffic=Traffic.REST, headers=sdk_headers(method))
         return await self._connection.call_for(result_type, call)
 

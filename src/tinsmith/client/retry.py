@@ -270,7 +270,7 @@ async def with_retries(attempt: Callable[[int], Awaitable[T]], retry: Retry, obs
         started = time.perf_counter()
         try:
             result = await attempt(number)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - the policy decides what becomes of it
             elapsed = time.perf_counter() - started
             try:
                 pause = retry.pause_after(error)

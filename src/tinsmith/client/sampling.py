@@ -33,6 +33,7 @@ from tinsmith.client.once import Once
 from tinsmith.client.polling import LARGE_BODY_BYTES, ResultKind, retrieve
 from tinsmith.client.retry import Action, Retry, RetryConfig, classify
 from tinsmith.client.session import Session, inherited_session
+from tinsmith.client.threads import run_coding
 from tinsmith.client.transport import Traffic
 from tinsmith.errors import (
     APIResponseValidationError,
@@ -514,7 +515,7 @@ class _Sample:
             if self.number is None:
                 self.number = await client._next_number()
             encode = functools.partial(_encode, self.request, self.number)
-            body = await asyncio.to_thread(encode) if self._is_large() else encode()
+            body = await run_coding(encode) if self._is_large() else encode()
             headers = {"X-Tinker-Sampling-Backpressure": "1"}
             call = Call("POST", "/api/v1/asample", body, Traffic.SAMPLE, headers=headers, retries=False)
             answer = await connection.call_for(UntypedAPIFuture, call)
@@ -543,7 +544,7 @@ class _Sample:
             if poller:
                 poller.fetched(answer.request_id)
         read = functools.partial(self._read, answer, response)
-        return await asyncio.to_thread(read) if self._is_large() else read()
+        return await run_coding(read) if self._is_large() else read()
 
     def _read(self, answer: UntypedAPIFuture, response: SampleResponse) -> Any:
         _check_answered(self.request, response)
@@ -576,7 +577,7 @@ class _Sample:
         client, connection = self.client, self.client._connection
         if self.retry is None:
             policy = client._retry_config.policy(connection.retry_policy().billing_pause_limit)
-            self.retry = Retry(policy._replace(max_seconds=client._progress_timeout()))
+            self.retry = Retry(policy._replace(max_seconds=client._progress_timeout()), clock=connection.clock)
         self.retry.others_progressed(connection.last_progress)
         if self._was_turned_away(error):
             large = self.byte_cost > LARGE_PROMPT_BYTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import threading
 import warnings
@@ -14,7 +15,8 @@ from typing import Any, Self
 import msgspec
 
 from tinsmith.client import futures, loss_graph
-from tinsmith.client.config import Config
+from tinsmith.client.checks import check_text, parse_checkpoint_path
+from tinsmith.client.config import Config, check_config
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.console import session_url, sessions_url
 from tinsmith.client.credentials import check_key
@@ -28,7 +30,7 @@ from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import FinishStatus, Session
 from tinsmith.client.training import LOAD_WEIGHTS, TrainingClient, json_result
 from tinsmith.client.transport import Traffic
-from tinsmith.errors import InvalidInputError, UnsupportedByServerError
+from tinsmith.errors import InvalidInputError, TinkerError, UnsupportedByServerError
 from tinsmith.types import (
     AdamOptimizerConfig,
     CreateCustomLossRequest,
@@ -40,7 +42,6 @@ from tinsmith.types import (
     LoadWeightsRequest,
     LoraConfig,
     OptimizerConfig,
-    ParsedCheckpointTinkerPath,
     UntypedAPIFuture,
     WeightsInfoResponse,
 )
@@ -76,15 +77,14 @@ class ServiceClient:
             warnings.warn(f"ServiceClient does not know {names}; ignored.", FutureWarning, stacklevel=2)
         if config is not None and (project_id or base_url or api_key or default_headers_overrides):
             raise InvalidInputError("A config was given together with settings it holds; put them into the config.")
-        self._connection = Connection(
-            config
-            or Config.from_env(
+        if config is None:
+            config = Config.from_env(
                 base_url=base_url, api_key=api_key, project_id=project_id, default_headers=default_headers_overrides
             )
-        )
+        self._connection = Connection(check_config(config))
         self._session = Session(self._connection, user_metadata=user_metadata, display_name=display_name)
         self._traced_losses: set[str] = set()
-        self._traced_lock = threading.Lock()
+        self._lock = threading.Lock()
         self._closing: APIFuture[None] | None = None
 
     # Training clients
@@ -261,9 +261,10 @@ class ServiceClient:
                 field="status",
                 value=status,
             )
-        if self._closing is None:
-            self._closing = futures.run(lambda: self._close(status, detail), self._connection.loop)
-        return self._closing
+        with self._lock:
+            if self._closing is None or self._closing.cancelled():
+                self._closing = futures.run(lambda: self._close(status, detail), self._connection.loop)
+            return self._closing
 
     def __enter__(self) -> Self:
         self._connection.check_open()
@@ -289,8 +290,7 @@ class ServiceClient:
     # How it is done
 
     async def _close(self, status: FinishStatus, detail: str | None) -> None:
-        await self._session.finish(status, detail)
-        await self._connection.close()
+        await self._connection.close(functools.partial(self._session.finish, status, detail))
 
     def _create_lora(
         self,
@@ -303,11 +303,10 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None,
         optimizer: OptimizerConfig | None,
     ) -> APIFuture[TrainingClient]:
+        check_text("base_model", base_model)
         if not (train_mlp or train_attn or train_unembed):
             raise InvalidInputError("Nothing would be trained: set one of train_mlp, train_attn, train_unembed.")
-        lora = LoraConfig(
-            rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn
-        )
+        lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
         metadata = None if user_metadata is None else dict(user_metadata)
         number = next(self._session.model_numbers)
         return self._connection.run(
@@ -344,7 +343,7 @@ class ServiceClient:
         optimizer: OptimizerConfig | None,
         with_optimizer: bool,
     ) -> APIFuture[TrainingClient]:
-        ParsedCheckpointTinkerPath.from_tinker_path(path)
+        parse_checkpoint_path("path", path)
         metadata = None if user_metadata is None else dict(user_metadata)
         number = next(self._session.model_numbers)
 
@@ -379,11 +378,18 @@ class ServiceClient:
     async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
         """Asked with the other account's credential if one was given, for only that one may know."""
         connection = self._connection
-        if token is not None:
-            other = msgspec.structs.replace(connection.config, api_key=check_key(token, "weights_access_token"))
-            connection = Connection(other, connection.loop)
         call = Call("POST", "/api/v1/weights_info", wire_json.encode({"tinker_path": path}))
-        return await connection.call_for(WeightsInfoResponse, call)
+        if token is None:
+            return await connection.call_for(WeightsInfoResponse, call)
+        key = check_key(token, "weights_access_token")
+        other = Connection(
+            msgspec.structs.replace(connection.config, api_key=key, credential_command=None, telemetry=False),
+            connection.loop,
+        )
+        try:
+            return await other.call_for(WeightsInfoResponse, call)
+        finally:
+            await other.close()
 
     def _create_sampler(
         self,
@@ -402,7 +408,7 @@ class ServiceClient:
 
     async def _register_loss(self, traced: loss_graph.TracedLoss) -> loss_graph.LossHandle:
         handle = traced.in_session(await self._session.open())
-        with self._traced_lock:
+        with self._lock:
             if handle.key in self._traced_losses:
                 raise InvalidInputError(
                     f"The loss {handle.name!r} was created in this session already; keep and reuse its handle.",
@@ -410,6 +416,13 @@ class ServiceClient:
                     value=handle.name,
                 )
             self._traced_losses.add(handle.key)
+        try:
+            return await self._upload_loss(handle)
+        except BaseException:
+            self._traced_losses.discard(handle.key)
+            raise
+
+    async def _upload_loss(self, handle: loss_graph.LossHandle) -> loss_graph.LossHandle:
         if not (await self._connection.flags()).custom_loss_server_side:
             return handle
         request = CreateCustomLossRequest(
@@ -423,10 +436,8 @@ class ServiceClient:
         created = await retrieve(self._connection, CREATE_CUSTOM_LOSS, answer.request_id, subject="Custom loss")
         return dataclasses.replace(handle, loss_id=created.loss_id)
 
-    def _download(
-        self, path: str, folder: Path, on_progress: ProgressCallback | None
-    ) -> APIFuture[list[Path]]:
-        kind = ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type
+    def _download(self, path: str, folder: Path, on_progress: ProgressCallback | None) -> APIFuture[list[Path]]:
+        kind = parse_checkpoint_path("path", path).checkpoint_type
         if kind == "sampler":
             raise InvalidInputError(
                 f"{path} holds sampler weights, which cannot be downloaded. Download a training checkpoint "
@@ -438,15 +449,20 @@ class ServiceClient:
             return self.rest.download_external_weights(path, folder, on_progress)
         return self._connection.run(lambda: self._export_and_download(path, folder, on_progress))
 
-    async def _export_and_download(
-        self, path: str, folder: Path, on_progress: ProgressCallback | None
-    ) -> list[Path]:
+    async def _export_and_download(self, path: str, folder: Path, on_progress: ProgressCallback | None) -> list[Path]:
         client = await self.create_training_client_from_state_async(path)
         exported = (await client.save_weights_external("download", ttl_seconds=EXPORT_SECONDS)).path
         try:
-            return await self.rest.download_external_weights(exported, folder, on_progress)
+            return await self.rest.fetch_export(exported, folder, on_progress, label=path)
         finally:
-            await self.rest.delete_checkpoint_from_tinker_path(exported)
+            await self._delete_export(exported)
+
+    async def _delete_export(self, path: str) -> None:
+        """It expires by itself, so a failure is worth a line and no more."""
+        try:
+            await self.rest.delete_checkpoint_from_tinker_path(path)
+        except TinkerError as error:
+            logger.warning("The export %s could not be deleted (%s); it expires in an hour.", path, error)
 
     async def _submit(self, path: str, request: Any) -> UntypedAPIFuture:
         return await self._connection.call_for(UntypedAPIFuture, Call("POST", path, wire_json.encode(request)))

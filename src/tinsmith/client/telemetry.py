@@ -2,8 +2,8 @@
 
 Calls put events into a bounded queue and go on; one background task sends them in batches. The service being slow or
 away costs events, never a call. An event says what failed and where. It holds no header, no request, no prompt and no
-token: the text of an error is taken over only where the server or the network wrote it, and goes through `redact`.
-Local hooks are another feature with another switch; see `client/hooks.py`.
+token: the text of an error is taken over only where the server or the network wrote it, and through
+`redaction.py`. Local hooks are another feature with another switch; see `client/hooks.py`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import functools
 import logging
 import os
 import platform
-import re
 import threading
 import time
-import traceback
 import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
@@ -28,7 +26,8 @@ from uuid import uuid4
 import msgspec
 
 from tinsmith.client.hooks import Attempt, Backoff, BillingPause, Hook, QueueStateChange, Record
-from tinsmith.errors import APIConnectionError, APIStatusError, RequestFailedError
+from tinsmith.client.redaction import WITHHELD, causes_of, fit_to_send, places_of, server_text
+from tinsmith.errors import APIStatusError, RequestFailedError
 from tinsmith.types.telemetry import (
     GenericEvent,
     SessionEndEvent,
@@ -57,96 +56,6 @@ SHOWN_PER_FOLD = 8
 MAX_KINDS = 256
 
 P = ParamSpec("P")
-
-# --- what may leave the machine --------------------------------------------------------------------------------------
-
-_HIDDEN = "[redacted]"
-_MIN_SECRET_LENGTH = 4
-_MAX_SCANNED = 8000
-_MAX_TEXT = 2000
-_MAX_FRAMES = 40
-_MAX_CHAIN = 5
-_WITHHELD = "(withheld: the text may quote the user's data)"
-
-_LABELLED = re.compile(
-    r"""((?:authorization|cookie|api[-_]?key|token(?!s|iz)|secret|password|jwt|credential)[\w-]{0,40}
-        (?:\\*["']\s*[:,]\s*|\s*[:=]\s*))
-        (?:b?"(?:[^"\\]|\\.)*"?|b?'(?:[^'\\]|\\.)*'?|[^\n]+)""",
-    re.VERBOSE | re.IGNORECASE,
-)
-_PATTERNS = (
-    (_LABELLED, rf"\1{_HIDDEN}"),
-    (re.compile(r"\bbearer\s+[^\s\"',]+", re.IGNORECASE), f"Bearer {_HIDDEN}"),
-    (re.compile(r"\btml-[^\s\"'<>,;)\]}]+"), _HIDDEN),
-    (re.compile(r"\beyJ[\w-]+(?:\.[\w-]*)*"), _HIDDEN),
-    (re.compile(r"(?<=://)[^/\s@\"']+@"), f"{_HIDDEN}@"),
-)
-# Signed links. The query is optional so that every link matches as a whole: text of many links stays linear.
-_LINK = re.compile(r"(https?://[^\s?#\"']*)(\?[^\s#\"']+)?")
-_NUMBERS = re.compile(r"(?<![\w.])(?:[-+]?\d[\d.eE+-]*[,;\s]+){7,}[-+]?\d[\d.eE+-]*")
-
-
-def redact(text: str, secrets: Collection[str] = ()) -> str:
-    """The text without the given secrets, and without whatever looks like a credential."""
-    text = _hide_known(text, secrets)
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
-    return _LINK.sub(lambda link: f"{link[1]}?{_HIDDEN}" if link[2] else link[0], text)
-
-
-def _hide_known(text: str, secrets: Collection[str]) -> str:
-    for secret in sorted(secrets, key=len, reverse=True):
-        if len(secret) >= _MIN_SECRET_LENGTH:
-            text = text.replace(secret, _HIDDEN)
-    return text
-
-
-def _fit_to_send(text: str, secrets: Collection[str]) -> str:
-    """Known secrets go first, so that no cut can leave half of one."""
-    text = redact(_hide_known(text, secrets)[:_MAX_SCANNED])
-    text = _NUMBERS.sub("[numbers]", text)[:_MAX_TEXT]
-    return text.encode(errors="replace").decode()  # JSON cannot carry half a surrogate pair
-
-
-def _server_text(error: BaseException) -> str | None:
-    """What the server or the network said; None for other errors, whose text may quote prompts or local values."""
-    if isinstance(error, APIStatusError):
-        detail = _detail(error.body)
-        return f"Error code: {error.status_code}" + (f" - {detail}" if detail else "")
-    if isinstance(error, RequestFailedError | APIConnectionError):
-        return error.message
-    return None
-
-
-def _detail(body: object) -> str | None:
-    """The sentence in an error answer. Its other parts are left: validation errors echo the request."""
-    if isinstance(body, Mapping):
-        body = next((body[key] for key in ("detail", "error", "message") if isinstance(body.get(key), str)), None)
-    return body if isinstance(body, str) else None
-
-
-def _places(error: BaseException) -> str | None:
-    """A traceback of file, line and function; source lines would show literals, and whole paths the user's name."""
-    lines: list[str] = []
-    for link in _chain(error):
-        lines.append(type(link).__name__)
-        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(link.__traceback__)][-_MAX_FRAMES:]
-        lines.extend(f"  {_short_path(code.co_filename)}:{line} in {code.co_name}" for code, line in frames)
-    return "\n".join(lines) if error.__traceback__ else None
-
-
-def _short_path(path: str) -> str:
-    return "/".join(path.replace("\\", "/").split("/")[-3:])
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    link: BaseException | None = error
-    for _ in range(_MAX_CHAIN):  # a chain may be a circle
-        if link is None:
-            return
-        yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
-
 
 # --- folding ---------------------------------------------------------------------------------------------------------
 
@@ -327,8 +236,8 @@ class TelemetryReporter:
                 UnhandledExceptionEvent,
                 severity,
                 error_type=type(error).__name__,
-                error_message=self._sendable(_server_text(error) or _WITHHELD),
-                traceback=self._sendable(_places(error)),
+                error_message=self._sendable(server_text(error) or WITHHELD),
+                traceback=self._sendable(places_of(error)),
             )
         self._wake_up()
 
@@ -342,7 +251,7 @@ class TelemetryReporter:
             raise
 
     def _sendable(self, value: Any) -> Any:
-        return _fit_to_send(value, tuple(self._secrets)) if isinstance(value, str) else value
+        return fit_to_send(value, tuple(self._secrets)) if isinstance(value, str) else value
 
     def _admits(self, kind: str, severity: Severity) -> bool:
         """Asked before an event is put together, so that in a storm of failures the folded ones cost little."""
@@ -452,8 +361,8 @@ def _is_plain(value: object) -> bool:
 
 def _user_error_data(error: BaseException) -> dict[str, object]:
     data: dict[str, object] = {"error_type": type(error).__name__}
-    origin = next((link for link in _chain(error) if isinstance(link, APIStatusError | RequestFailedError)), error)
-    if message := _server_text(origin):
+    origin = next((link for link in causes_of(error) if isinstance(link, APIStatusError | RequestFailedError)), error)
+    if message := server_text(origin):
         data["message"] = message
     if isinstance(origin, APIStatusError):
         data["status_code"] = origin.status_code

@@ -7,7 +7,6 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from tinsmith.client import chunks, custom_loss, loss_graph
@@ -20,6 +19,8 @@ from tinsmith.client.retry import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import Session
 from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
+from tinsmith.client.threads import run_coding, run_user_code
+from tinsmith.client.transport import Traffic
 from tinsmith.client.turns import Operation, Submission, TurnQueue
 from tinsmith.errors import InvalidInputError, InvalidTypeError, UnsupportedByServerError
 from tinsmith.types import (
@@ -147,8 +148,8 @@ class TrainingClient:
         else:
             custom_loss.import_torch()
             compute = functools.partial(custom_loss.torch_loss, loss_fn, data)  # type: ignore[arg-type]
-        forward = self.forward(custom_loss.forward_data(data), "cross_entropy")
-        return self._turns.add(self._custom_backward(data, forward, compute))
+        forward = self._forward_backward(custom_loss.forward_data(data), "cross_entropy", None, forward_only=True)
+        return self._turns.add(self._custom_backward(data, forward.future, compute), after=forward)
 
     async def forward_backward_custom_async(
         self,
@@ -324,8 +325,12 @@ class TrainingClient:
         """Kept for old callers; there is nothing to get."""
 
     def unload_model(self) -> APIFuture[UnloadModelResponse]:
-        """Frees the model on servers that have this call. Saved checkpoints stay."""
-        return self._connection.run(self._unload)
+        """Frees the model, after all operations called before, on servers that have this call. Checkpoints stay."""
+
+        async def prepare() -> Sequence[Submission]:
+            return []  # this request has no number
+
+        return self._turns.add(Operation(prepare=prepare, collect=self._unload))
 
     async def unload_model_async(self) -> APIFuture[UnloadModelResponse]:
         return self.unload_model()
@@ -382,11 +387,12 @@ class TrainingClient:
         computed: list[custom_loss.LossResult] = []
 
         def weigh(output: ForwardBackwardOutput) -> list[Datum]:
-            computed.append(compute(custom_loss.logprobs_from(output, data)))
+            with self._turns.user_code():
+                computed.append(compute(custom_loss.logprobs_from(output, data)))
             return custom_loss.backward_data(data, computed[0].gradients)
 
         async def prepare() -> Sequence[Submission]:
-            weighted = await asyncio.to_thread(weigh, await forward)
+            weighted = await run_user_code(weigh, await forward)
             return await self._encode(weighted, "cross_entropy", None, forward_only=False)
 
         operation = self._data_operation(prepare, data, FORWARD_BACKWARD)
@@ -425,9 +431,8 @@ class TrainingClient:
             )
             for run in runs
         ]
-        loop = asyncio.get_running_loop()
         for submission in submissions:
-            await loop.run_in_executor(_encoders(), submission.encode)
+            await run_coding(submission.encode)
         return submissions
 
     def _sends_chunks_together(self) -> bool:
@@ -436,7 +441,7 @@ class TrainingClient:
         return chosen if chosen is not None else flags is None or flags.parallel_fwdbwd_chunks
 
     async def _retrieve(self, kind: ResultKind[T], answer: UntypedAPIFuture) -> T:
-        return await retrieve(self._connection, kind, answer.request_id, subject=TRAINING)
+        return await retrieve(self._connection, kind, answer.request_id, subject=TRAINING, traffic=Traffic.TRAIN_POLL)
 
     def load(self, path: str, weights_access_token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
         """Replaces the weights by saved ones. The service client does this right after it has made the model."""
@@ -492,7 +497,7 @@ class TrainingClient:
             )
         return await asyncio.to_thread(get_tokenizer, name, model.tokenizer_id)
 
-    async def _unload(self) -> UnloadModelResponse:
+    async def _unload(self, _: Sequence[UntypedAPIFuture]) -> UnloadModelResponse:
         body = wire_json.encode(UnloadModelRequest(model_id=self.model_id))
         answer = await self._connection.call_for(UntypedAPIFuture, Call("POST", "/api/v1/unload_model", body))
         return await self._retrieve(UNLOAD_MODEL, answer)
@@ -555,12 +560,6 @@ async def _all(coroutines: Any) -> list[Any]:
     finally:
         for task in tasks:
             task.cancel()
-
-
-@functools.cache
-def _encoders() -> ThreadPoolExecutor:
-    """Threads for encoding alone, so that user code in other threads cannot hold it up."""
-    return ThreadPoolExecutor(max_workers=2, thread_name_prefix="tinsmith-encode")
 
 
 def _refuse_copy() -> NoReturn:

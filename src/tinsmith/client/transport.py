@@ -26,8 +26,9 @@ class Traffic(enum.Enum):
 
     SESSION = ("session", 50)
     TRAIN = ("train", 50)
+    TRAIN_POLL = ("train-poll", 200)
     SAMPLE = ("sample", 400)
-    POLL = ("poll", 900)
+    POLL = ("poll", 2000)
     REST = ("rest", 50)
     TELEMETRY = ("telemetry", 4)
 
@@ -45,7 +46,8 @@ class HttpRequest(NamedTuple):
 
     @property
     def summary(self) -> RequestSummary:
-        return RequestSummary(self.method, self.url)
+        """Without the query, which may be the signature of a link."""
+        return RequestSummary(self.method, self.url.partition("?")[0])
 
 
 class HttpResponse(NamedTuple):
@@ -143,22 +145,27 @@ def _translated_errors(request: HttpRequest) -> Iterator[None]:
     """Foreign errors become ours in one place; what the library says is kept as the reason."""
     import pyqwest
 
+    what = " ".join(request.summary)
     try:
         yield
+    except pyqwest.ConnectTimeout as error:
+        raise APITimeoutError(request.summary, f"{what} failed: no connection could be made in time.") from error
     except TimeoutError as error:
-        raise APITimeoutError(
-            request.summary, f"{request.method} {request.url} gave no answer within {request.timeout:g} s."
-        ) from error
+        raise APITimeoutError(request.summary, f"{what} gave no answer within {request.timeout:g} s.") from error
     except (
-        ConnectionError,
+        ConnectionError,  # there never was a connection: `retry.may_have_arrived` relies on that
         pyqwest.RemoteProtocolError,
         pyqwest.ReadError,
         pyqwest.WriteError,
         pyqwest.StreamError,
     ) as error:
-        raise APIConnectionError(request.summary, f"{request.method} {request.url} failed: {_reason(error)}") from error
+        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}") from error
     except ValueError as error:
-        raise ConfigError(f"{request.method} {request.url} cannot be sent: {error}") from error
+        if "header" in str(error):  # its text quotes the header, which may be the key
+            raise ConfigError(
+                f"{what} cannot be sent: a header or the API key holds a character HTTP forbids."
+            ) from None
+        raise ConfigError(f"{what} cannot be sent: {error}") from error
 
 
 def _reason(error: Exception) -> str:

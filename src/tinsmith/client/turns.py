@@ -30,6 +30,7 @@ import asyncio
 import contextlib
 import contextvars
 import enum
+import functools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -56,7 +57,7 @@ class Submission(Protocol):
 
 
 class Operation(Generic[T]):
-    """`prepare` gives the submissions, possibly none; `collect` turns what the server answered to them into the result."""
+    """`prepare` gives the submissions, possibly none; `collect` makes the result of the answers to them."""
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class TurnQueue:
     def _accept(self, operations: Sequence[Operation[Any]]) -> None:
         for operation in operations:
             operation.stage = self._loop.start_task(self._prepare(operation))
-            operation.future.when_cancelled(lambda operation=operation: self._loop.post(self._interrupt, operation))
+            operation.future.when_cancelled(functools.partial(self._loop.post, self._interrupt, operation))
             self._waiting.append(operation)
         if self._runner is None or self._runner.done():
             self._runner = self._loop.start_task(self._run())
@@ -240,8 +241,8 @@ class TurnQueue:
         first, fingerprints, error = self._unconfirmed
         if [each.fingerprint for each in submissions] != fingerprints:
             raise UnconfirmedOperationError(
-                f"Operation {first} of this model was sent but never confirmed ({error}), so what the model has seen is "
-                "not known. Repeat exactly that operation, or continue from a checkpoint in a new training client."
+                f"Operation {first} of this model was sent but never confirmed ({error}), so what the model has seen "
+                "is not known. Repeat exactly that operation, or continue from a checkpoint in a new training client."
             ) from error
         self._unconfirmed = None
         return first

@@ -26,6 +26,10 @@ from torch import Tensor
 # a few small products for each adapter. Measured on two CPU cores; decoding is far below, training far above.
 STACKED_BELOW_ROWS = 24
 
+# It wants a gradient and never gets one: so autograd records the first adapted layer, whose input (frozen embeddings)
+# wants none, without computing a gradient for that input.
+_RECORDED = torch.zeros((), requires_grad=True)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
@@ -49,6 +53,9 @@ class HasSites(Protocol):
     def sites(self) -> Mapping[str, Site]: ...
 
 
+Placed: TypeAlias = tuple[int, int, Site]
+"""Rows from start to end, and what their adapter adds at the layer in question."""
+
 Segment: TypeAlias = tuple[int, int, HasSites | None]
 """Rows from start to end use this adapter; None is the base model."""
 
@@ -60,12 +67,13 @@ class LoraRows:
         self.segments = tuple(segment for segment in segments if segment[2] is not None)
         self.num_rows = segments[-1][1] if segments else 0
         self.sites = [(start, end, adapter.sites) for start, end, adapter in self.segments if adapter is not None]
-        self._stacks: dict[str, _Stack | None] = {}
+        self._stacks: dict[str, _Stack] = {}
+        self._masks: dict[tuple[int, ...], Tensor] = {}
 
     def regrouped(self, segments: Sequence[Segment]) -> LoraRows:
         """The same adapters, in the same order, over other rows: what was prepared for them is kept."""
         rows = LoraRows(segments)
-        if [sites for _, _, sites in rows.sites] == [sites for _, _, sites in self.sites]:
+        if [id(sites) for _, _, sites in rows.sites] == [id(sites) for _, _, sites in self.sites]:
             rows._stacks = self._stacks
         return rows
 
@@ -74,14 +82,20 @@ class LoraRows:
         cut = [(max(first, start) - start, min(last, end) - start, adapter) for first, last, adapter in self.segments]
         return LoraRows([(first, last, adapter) for first, last, adapter in cut if first < last])
 
-    def at(self, name: str) -> list[tuple[int, int, Site]]:
+    def at(self, name: str) -> list[Placed]:
         return [(start, end, sites[name]) for start, end, sites in self.sites if name in sites]
 
-    def stack(self, name: str) -> _Stack | None:
+    def stack(self, name: str) -> _Stack:
         if name not in self._stacks:
-            at = self.at(name)
-            self._stacks[name] = _Stack([site for _, _, site in at]) if at else None
+            self._stacks[name] = _Stack([site for _, _, site in self.at(name)])
         return self._stacks[name]
+
+    def mask(self, num_rows: int, stack: _Stack, at: Sequence[Placed]) -> Tensor:
+        """Layers with the same adapters share their mask: making it anew would cost more than the products."""
+        key = (num_rows, len(stack.parts), *(number for start, _, site in at for number in (start, site.rank)))
+        if key not in self._masks:
+            self._masks[key] = stack.mask(num_rows, at)
+        return self._masks[key]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraRows | None, name: str) -> Tensor:
@@ -89,17 +103,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraRows | None
     if lora is None or not (at := lora.at(name)):
         return torch.nn.functional.linear(x, weight, bias)
     if torch.is_grad_enabled() and at[0][2].grad_a is not None:
-        y: Tensor = _LoraLinear.apply(x, _anchor(x.device), weight, bias, at)
+        y: Tensor = _LoraLinear.apply(x, _RECORDED, weight, bias, at)
         return y
     y = torch.nn.functional.linear(x, weight, bias)
     if len(at) > 1 and x.shape[0] < STACKED_BELOW_ROWS * len(at):
-        add_stacked(y, x, lora.stack(name), at)
+        stack = lora.stack(name)
+        add_stacked(y, x, stack, lora.mask(x.shape[0], stack, at))
     else:
         add_looped(y, x, at)
     return y
 
 
-def add_looped(y: Tensor, x: Tensor, at: Sequence[tuple[int, int, Site]]) -> list[Tensor]:
+def add_looped(y: Tensor, x: Tensor, at: Sequence[Placed]) -> list[Tensor]:
     """Add each adapter's product to its rows of y, one adapter after the other; returns the scaled x A^T of each."""
     inner = []
     for start, end, site in at:
@@ -110,10 +125,9 @@ def add_looped(y: Tensor, x: Tensor, at: Sequence[tuple[int, int, Site]]) -> lis
     return inner
 
 
-def add_stacked(y: Tensor, x: Tensor, stack: _Stack | None, at: Sequence[tuple[int, int, Site]]) -> None:
+def add_stacked(y: Tensor, x: Tensor, stack: _Stack, mask: Tensor) -> None:
     """The same sum as `add_looped` in one product for A and one for each part of B, for batches of few rows."""
-    assert stack is not None
-    xa = torch.mm(x, stack.a.t()).mul_(stack.mask(x.shape[0], at))
+    xa = torch.mm(x, stack.a.t()).mul_(mask)
     for part, (columns, b) in enumerate(stack.parts):
         y[:, columns].addmm_(_of_part(xa, part, b.shape[1]), b.t())
 
@@ -127,7 +141,7 @@ class _Stack:
         b = [torch.cat(parts, dim=1) for parts in zip(*(site.b for site in sites), strict=True)]
         self.parts = list(zip(_columns(b), b, strict=True))
 
-    def mask(self, num_rows: int, at: Sequence[tuple[int, int, Site]]) -> Tensor:
+    def mask(self, num_rows: int, at: Sequence[Placed]) -> Tensor:
         """The scale where a row meets its own adapter, zero elsewhere: [T, P * sum of ranks]."""
         num_parts = len(self.parts)
         mask = self.a.new_zeros(num_rows, num_parts, self.a.shape[0] // num_parts)
@@ -142,9 +156,7 @@ class _LoraLinear(torch.autograd.Function):
     """`linear` with its backward pass written out: W needs no gradient, and those of A and B go to their buffers."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, at: list[tuple[int, int, Site]]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, at: list[Placed]) -> Tensor:
         y = torch.nn.functional.linear(x, weight, bias)
         inner = add_looped(y, x, at)
         ctx.save_for_backward(x, weight, *inner)
@@ -197,14 +209,3 @@ def _columns(b: Sequence[Tensor]) -> Iterator[slice]:
 
 def _of_part(xa: Tensor, part: int, rank: int) -> Tensor:
     return xa[:, part * rank : (part + 1) * rank]
-
-
-_anchors: dict[torch.device, Tensor] = {}
-
-
-def _anchor(device: torch.device) -> Tensor:
-    """A scalar that wants a gradient and never gets one: it makes autograd record the first adapted layer, whose input
-    (frozen embeddings) wants none, without computing a gradient for that input."""
-    if device not in _anchors:
-        _anchors[device] = torch.zeros((), device=device, requires_grad=True)
-    return _anchors[device]

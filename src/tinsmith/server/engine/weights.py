@@ -1,0 +1,126 @@
+"""Published weights in: a folder of config.json and safetensors becomes a `Transformer`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from tinsmith.errors import ConfigError
+from tinsmith.server.engine.model import Layer, ModelShape, Transformer
+
+
+def load_model(folder: Path, device: torch.device | str, compute_dtype: torch.dtype) -> Transformer:
+    """Read a model folder; matrices that share their input are laid together, so that one product computes them."""
+    shape = ModelShape.from_config(read_config(folder))
+    with ExitStack() as stack:
+        tensors = _Tensors(folder, stack, torch.device(device), compute_dtype)
+        embedding = tensors.matrix("model.embed_tokens.weight")
+        tied = shape.tie_embeddings or "lm_head.weight" not in tensors
+        return Transformer(
+            shape=shape,
+            embedding=embedding,
+            layers=[_layer(tensors, shape, f"model.layers.{index}.") for index in range(shape.num_layers)],
+            final_norm=tensors.vector("model.norm.weight"),
+            head_weight=embedding if tied else tensors.matrix("lm_head.weight"),
+        )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} has no config.json; give the folder of a model, or its hub id.") from None
+    except ValueError as error:
+        raise ConfigError(f"{folder / 'config.json'} is not valid JSON ({error}); download the model again.") from error
+    return config
+
+
+class _Tensors:
+    """The tensors of all files of a folder by name; each is read when it is asked for."""
+
+    def __init__(self, folder: Path, stack: ExitStack, device: torch.device, compute_dtype: torch.dtype) -> None:
+        self.folder = folder
+        self.device = device
+        self.compute_dtype = compute_dtype
+        self._files: dict[str, Any] = {}
+        for path in _weight_files(folder):
+            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def matrix(self, *names: str) -> Tensor:
+        """One matrix, or several one below the other, in the dtype of the products."""
+        return self._joined(names, self.compute_dtype)
+
+    def bias(self, *names: str) -> Tensor:
+        return self._joined(names, self.compute_dtype)
+
+    def vector(self, name: str) -> Tensor:
+        return self._joined([name], torch.float32)
+
+    def _joined(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        parts = [self._read(name) for name in names]
+        joined = torch.empty(sum(len(part) for part in parts), *parts[0].shape[1:], dtype=dtype, device=self.device)
+        for target, part in zip(joined.split([len(part) for part in parts]), parts, strict=True):
+            target.copy_(part)
+        return joined
+
+    def _read(self, name: str) -> Tensor:
+        if name not in self._files:
+            raise ConfigError(f"{self.folder} has no tensor {name}; the download is incomplete or another model's.")
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        names: set[str] = set(json.loads(index.read_bytes())["weight_map"].values())
+        yield from (folder / name for name in sorted(names))
+    elif (single := folder / "model.safetensors").exists():
+        yield single
+    else:
+        raise ConfigError(
+            f"{folder} has neither model.safetensors nor model.safetensors.index.json; convert the weights to "
+            "safetensors, or choose a release that has them."
+        )
+
+
+def _layer(tensors: _Tensors, shape: ModelShape, prefix: str) -> Layer:
+    def weight(*modules: str) -> Tensor:
+        return tensors.matrix(*(f"{prefix}{module}.weight" for module in modules))
+
+    def bias(present: bool, *modules: str) -> Tensor | None:
+        return tensors.bias(*(f"{prefix}{module}.bias" for module in modules)) if present else None
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up = ("mlp.gate_proj", "mlp.up_proj")
+    return Layer(
+        input_norm=tensors.vector(f"{prefix}input_layernorm.weight"),
+        qkv=weight(*qkv),
+        qkv_bias=bias(shape.qkv_bias, *qkv),
+        qk_norm=_qk_norm(tensors, shape, prefix) if shape.qk_norm else None,
+        output=weight("self_attn.o_proj"),
+        output_bias=bias(shape.output_bias, "self_attn.o_proj"),
+        mlp_norm=tensors.vector(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=weight(*gate_up),
+        gate_up_bias=bias(shape.mlp_bias, *gate_up),
+        down=weight("mlp.down_proj"),
+        down_bias=bias(shape.mlp_bias, "mlp.down_proj"),
+    )
+
+
+def _qk_norm(tensors: _Tensors, shape: ModelShape, prefix: str) -> Tensor:
+    """The norm weights of every query and key head, so that one step norms all of them: [H + K, D]."""
+    q = tensors.vector(f"{prefix}self_attn.q_norm.weight").expand(shape.num_heads, -1)
+    k = tensors.vector(f"{prefix}self_attn.k_norm.weight").expand(shape.num_kv_heads, -1)
+    return torch.cat([q, k])

@@ -1,0 +1,421 @@
+"""What goes into the store and what comes out: frozen records, never rows."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import msgspec
+
+from tinsmith.server.store import ids
+
+JobKind: TypeAlias = Literal[
+    "create_model",
+    "forward_backward",
+    "optim_step",
+    "save_weights",
+    "save_weights_for_sampler",
+    "save_weights_external",
+    "load_weights",
+    "unload_model",
+    "sample",
+    "create_custom_loss",
+]
+Lane: TypeAlias = Literal["train", "sample"]
+"""Training jobs of a model run in the order of their numbers, samples in any order; a worker claims them apart."""
+
+JobState: TypeAlias = Literal["queued", "running", "done", "failed", "cancelled"]
+ErrorCategory: TypeAlias = Literal["unknown", "server", "user"]
+CheckpointKind: TypeAlias = Literal["weights", "sampler_weights", "external_weights"]
+AccessScope: TypeAlias = Literal["owned", "accessible"]
+FinishReason: TypeAlias = Literal["success", "errored", "interrupted"]
+SessionState: TypeAlias = Literal["active", "client_finished", "cancelled"]
+
+T = TypeVar("T")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    def __repr__(self) -> str:
+        fields = ((name, getattr(self, name)) for name in self.__struct_fields__)
+        return f"{type(self).__name__}({', '.join(f'{name}={_shown(value)}' for name, value in fields)})"
+
+
+def _shown(value: object) -> str:
+    """Payloads and results hold prompts, which belong in no log."""
+    return f"<{len(value)} bytes>" if isinstance(value, bytes) else repr(value)
+
+
+class Page(Record, Generic[T]):
+    """A part of a list, and the length of the whole."""
+
+    items: list[T]
+    total: int
+
+
+# Jobs
+
+
+class NewJob(Record):
+    """A submission. Exactly one of `model_id` and `sampler_id` is set; a job with neither belongs to its session."""
+
+    kind: JobKind
+    owner: str
+    payload: bytes
+    session_id: str
+    base_model: str | None = None
+    """Whose worker runs it. `None` only for a job that is settled on arrival."""
+
+    model_id: str | None = None
+    sampler_id: str | None = None
+    seq_id: int | None = None
+    """`None` on a model (old clients do not number `unload_model`): the number after the highest seen so far."""
+
+    size: int = 1
+    """Tokens; streams of one owner share the worker in proportion to it."""
+
+    @property
+    def lane(self) -> Lane:
+        return "sample" if self.kind == "sample" else "train"
+
+    @property
+    def stream(self) -> str:
+        """The thing whose numbers `seq_id` counts."""
+        return self.model_id or self.sampler_id or f"{self.session_id}:loss"
+
+
+class Job(Record):
+    """A submission as the worker receives it."""
+
+    request_id: str
+    kind: JobKind
+    owner: str
+    session_id: str
+    base_model: str
+    model_id: str | None
+    sampler_id: str | None
+    seq_id: int
+    size: int
+    payload: bytes
+    created: datetime
+
+    @property
+    def lane(self) -> Lane:
+        return "sample" if self.kind == "sample" else "train"
+
+
+class Enqueued(Record):
+    """The answer to a submission."""
+
+    request_id: str
+    is_new: bool
+    """False if this number was submitted before: nothing was written, and the first submission stands."""
+
+
+class Done(Record):
+    result: bytes
+    content_type: str
+
+
+class Failed(Record):
+    error: str
+    category: ErrorCategory
+
+
+class Cancelled(Record):
+    pass
+
+
+Outcome: TypeAlias = Done | Failed | Cancelled
+
+
+class Expired(Record):
+    """The job had an outcome, and it was kept for as long as promised."""
+
+
+class Status(Record):
+    """How far a job is, without its payload."""
+
+    request_id: str
+    kind: JobKind
+    owner: str
+    base_model: str | None
+    model_id: str | None
+    sampler_id: str | None
+    state: JobState
+    outcome: Outcome | Expired | None
+    """`None` while it is queued or running."""
+
+    created: datetime
+    started: datetime | None
+    finished: datetime | None
+
+
+class Completion(Record):
+    request_id: str
+    state: Literal["finished", "failed"]
+    size: int
+    """Bytes of the result."""
+
+
+class Completions(Record):
+    items: list[Completion]
+    cursor: int
+    """Ask with this one next time."""
+
+
+class QueueDepth(Record):
+    """The jobs of one kind that wait or run for one base model."""
+
+    base_model: str
+    kind: JobKind
+    state: Literal["queued", "running"]
+    count: int
+    size: int
+    """Tokens."""
+
+    oldest: datetime
+    """When the one that waits longest was submitted."""
+
+
+# Sessions
+
+
+class NewSession(Record):
+    owner: str
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, Any] = {}
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class Session(Record):
+    session_id: str
+    owner: str
+    tags: tuple[str, ...]
+    user_metadata: dict[str, Any]
+    sdk_version: str | None
+    project_id: str | None
+    display_name: str | None
+    created: datetime
+    heartbeat: datetime
+    """When its client was last heard of."""
+
+    state: SessionState
+    finish_reason: FinishReason | None
+    finish_detail: str | None
+
+
+class SessionMembers(Record):
+    model_ids: list[str]
+    sampler_ids: list[str]
+
+
+class SessionSummary(Record):
+    session: Session
+    checkpoints_count: int
+    checkpoint_bytes: int
+
+
+class StatusFilter(Record):
+    state: SessionState
+    reasons: tuple[FinishReason, ...] = ()
+    """Only for `client_finished`; empty means any."""
+
+
+class SessionCursor(Record):
+    last_created_at: datetime
+    last_session_id: str
+
+
+class SessionQuery(Record):
+    """What to look for; a field left alone does not narrow the search."""
+
+    owners: tuple[str, ...]
+    session_id: str | None = None
+    project_ids: tuple[str, ...] | None = None
+    user_metadata: dict[str, str] = {}
+    """Pairs that a session must have, all of them."""
+
+    display_name: str | None = None
+    statuses: tuple[StatusFilter, ...] | None = None
+    limit: int = 50
+    cursor: SessionCursor | None = None
+
+
+class SessionsFound(Record):
+    sessions: list[SessionSummary]
+    next_cursor: SessionCursor | None
+
+
+# Models, samplers, losses
+
+
+class Lora(Record):
+    """What an adapter is made of."""
+
+    rank: int
+    seed: int | None = None
+    train_attn: bool = True
+    train_mlp: bool = True
+    train_unembed: bool = True
+
+
+class NewModel(Record):
+    model_id: str
+    owner: str
+    base_model: str
+    lora: Lora
+    optimizer_config: dict[str, Any]
+    session_id: str | None = None
+    """`None` for a run that only holds copied checkpoints."""
+
+    user_metadata: dict[str, str] | None = None
+    trainable: bool = True
+
+
+class Model(Record):
+    """A model in training, which is a training run."""
+
+    model_id: str
+    owner: str
+    base_model: str
+    lora: Lora
+    optimizer_config: dict[str, Any]
+    session_id: str | None
+    user_metadata: dict[str, str] | None
+    trainable: bool
+    created: datetime
+    last_request: datetime
+    corrupted: str | None
+    """Why it cannot go on, if so."""
+
+
+class NewSampler(Record):
+    """Weights to sample from: those of the base model, of a checkpoint, or of a model as it was after an operation."""
+
+    session_id: str
+    sampling_session_seq_id: int
+    owner: str
+    base_model: str
+    model_path: str | None = None
+    model_id: str | None = None
+    model_seq_id: int | None = None
+    """The operation of `model_id` after which the weights were copied."""
+
+
+class Sampler(Record):
+    """A sampling session."""
+
+    sampler_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    model_path: str | None
+    model_id: str | None
+    model_seq_id: int | None
+    created: datetime
+
+
+class NewLoss(Record):
+    session_id: str
+    custom_loss_seq_id: int
+    owner: str
+    name: str
+    definition: bytes
+    """The inputs and the graph, in the caller's encoding."""
+
+
+class Loss(Record):
+    loss_id: str
+    session_id: str
+    owner: str
+    name: str
+    definition: bytes
+    created: datetime
+
+
+# Checkpoints
+
+
+class CheckpointKey(Record):
+    run_id: str
+    kind: CheckpointKind
+    name: str
+
+    @property
+    def tinker_path(self) -> str:
+        return ids.tinker_path(self.run_id, self.kind, self.name)
+
+
+class NewCheckpoint(Record):
+    key: CheckpointKey
+    owner: str
+    base_model: str
+    lora: Lora
+    optimizer_config: dict[str, Any]
+    size_bytes: int
+    request_id: str
+    """The job that wrote it: the same job may write it twice (after a crash), another one only with `overwrite`."""
+
+    user_metadata: dict[str, str] | None = None
+    expires: datetime | None = None
+
+
+class Checkpoint(Record):
+    key: CheckpointKey
+    owner: str
+    base_model: str
+    lora: Lora
+    optimizer_config: dict[str, Any]
+    size_bytes: int
+    request_id: str
+    user_metadata: dict[str, str] | None
+    public: bool
+    created: datetime
+    expires: datetime | None
+
+
+class Storage(Record):
+    """What an owner keeps in one project."""
+
+    project_id: str | None
+    count: int
+    size_bytes: int
+
+
+# Keys and the audit trail
+
+
+class ApiKey(Record):
+    """A key as it is shown: the key itself is known only to whoever made it."""
+
+    key_id: int
+    owner: str
+    name: str
+    note: str
+    hint: str
+    """Its last four characters."""
+
+    created: datetime
+    revoked: datetime | None
+
+
+class NewKey(Record):
+    key: ApiKey
+    plain: str
+    """Shown once; the store keeps a hash."""
+
+    def __repr__(self) -> str:
+        return f"NewKey(key={self.key!r}, plain=<secret>)"
+
+
+class AuditEvent(Record):
+    """Who did what."""
+
+    time: datetime
+    owner: str
+    event: str
+    details: dict[str, Any]
+    model_id: str | None
+    tinker_path: str | None

@@ -1,0 +1,222 @@
+"""The tables. `migrations/` builds them; a test compares the two."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import sqlalchemy as sa
+
+REVISION = "0001"
+"""The newest migration. A database that has it is ready as it is."""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+class UtcTime(sa.types.TypeDecorator[datetime]):
+    """Microseconds since 1970 as an integer: exact, sortable and the same in both databases."""
+
+    impl = sa.BigInteger
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: sa.Dialect) -> int | None:
+        return None if value is None else (value - _EPOCH) // _MICROSECOND
+
+    def process_result_value(self, value: int | None, dialect: sa.Dialect) -> datetime | None:
+        return None if value is None else _EPOCH + value * _MICROSECOND
+
+
+def _autoincrement() -> sa.types.TypeEngine[int]:
+    # Only a column declared as INTEGER numbers itself in SQLite.
+    return sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+
+def _lora() -> list[sa.Column[object]]:
+    return [
+        sa.Column("lora_rank", sa.Integer, nullable=False),
+        sa.Column("lora_seed", sa.BigInteger),
+        sa.Column("train_attn", sa.Boolean, nullable=False),
+        sa.Column("train_mlp", sa.Boolean, nullable=False),
+        sa.Column("train_unembed", sa.Boolean, nullable=False),
+    ]
+
+
+metadata = sa.MetaData()
+
+sessions = sa.Table(
+    "sessions",
+    metadata,
+    sa.Column("session_id", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("tags", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON, nullable=False),
+    sa.Column("sdk_version", sa.Text),
+    sa.Column("project_id", sa.Text),
+    sa.Column("display_name", sa.Text),
+    sa.Column("created", UtcTime, nullable=False),
+    sa.Column("heartbeat", UtcTime, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("finish_reason", sa.Text),
+    sa.Column("finish_detail", sa.Text),
+    sa.Index("sessions_newest", "owner", "created", "session_id"),
+)
+
+models = sa.Table(
+    "models",
+    metadata,
+    sa.Column("model_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, index=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("base_model", sa.Text, nullable=False),
+    *_lora(),
+    sa.Column("optimizer_config", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("trainable", sa.Boolean, nullable=False),
+    sa.Column("created", UtcTime, nullable=False),
+    sa.Column("corrupted", sa.Text),
+    sa.Index("models_newest", "owner", "created", "model_id"),
+)
+
+samplers = sa.Table(
+    "samplers",
+    metadata,
+    sa.Column("sampler_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, nullable=False, index=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("base_model", sa.Text, nullable=False),
+    sa.Column("model_path", sa.Text),
+    sa.Column("model_id", sa.Text),
+    sa.Column("model_seq_id", sa.BigInteger),
+    sa.Column("clones", sa.Integer, nullable=False, server_default="0"),
+    sa.Column("created", UtcTime, nullable=False),
+)
+
+losses = sa.Table(
+    "losses",
+    metadata,
+    sa.Column("loss_id", sa.Text, primary_key=True),
+    sa.Column("session_id", sa.Text, nullable=False),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("created", UtcTime, nullable=False),
+    sa.Column("definition", sa.LargeBinary, nullable=False),
+)
+
+streams = sa.Table(
+    "streams",  # whatever numbers its jobs: a model, a sampling session, the losses of a session
+    metadata,
+    sa.Column("stream", sa.Text, primary_key=True),
+    sa.Column("frontier", sa.BigInteger, nullable=False, server_default="0"),  # every lower number has arrived
+    sa.Column("highest", sa.BigInteger, nullable=False, server_default="-1"),  # the highest number that has arrived
+    sa.Column("next_turn", sa.BigInteger, nullable=False, server_default="0"),  # earliest turn of its next job
+    sa.Column("done_serial", sa.BigInteger, nullable=False, server_default="0"),  # that of its latest finished job
+    sa.Column("last_request", UtcTime, nullable=False),
+)
+
+turns = sa.Table(
+    "turns",  # how far the jobs of an owner have been claimed: a stream that was idle joins here, not earlier
+    metadata,
+    sa.Column("base_model", sa.Text, primary_key=True),
+    sa.Column("lane", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, primary_key=True),
+    sa.Column("turn", sa.BigInteger, nullable=False),
+)
+
+_READY = sa.text("state = 'queued' AND turn IS NOT NULL")
+_RUNNING = sa.text("state = 'running'")
+
+jobs = sa.Table(
+    "jobs",
+    metadata,
+    sa.Column("request_id", sa.Text, primary_key=True),
+    sa.Column("stream", sa.Text, nullable=False),
+    sa.Column("seq_id", sa.BigInteger, nullable=False),
+    sa.Column("kind", sa.Text, nullable=False),
+    sa.Column("lane", sa.Text, nullable=False),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("session_id", sa.Text, nullable=False),
+    sa.Column("base_model", sa.Text),
+    sa.Column("model_id", sa.Text),
+    sa.Column("sampler_id", sa.Text),
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Column("state", sa.Text, nullable=False),
+    sa.Column("turn", sa.BigInteger),  # null until it may run
+    sa.Column("worker", sa.Text),
+    sa.Column("cancel_asked", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("error", sa.Text),
+    sa.Column("category", sa.Text),
+    sa.Column("created", UtcTime, nullable=False),
+    sa.Column("started", UtcTime),
+    sa.Column("finished", UtcTime),
+    sa.Column("done_serial", sa.BigInteger),  # rises within a stream, in the order of finishing
+    sa.UniqueConstraint("stream", "seq_id"),
+    sa.Index(
+        "jobs_ready", "base_model", "lane", "owner", "turn", "created", sqlite_where=_READY, postgresql_where=_READY
+    ),
+    sa.Index("jobs_running", "base_model", "worker", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
+    sa.Index("jobs_finished", "stream", "done_serial"),
+    sa.Index("jobs_by_age", "finished"),
+)
+
+# Bytes live apart from the jobs: a change of state rewrites a row as a whole, and payloads have megabytes.
+payloads = sa.Table(
+    "payloads",
+    metadata,
+    sa.Column("request_id", sa.ForeignKey("jobs.request_id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
+
+results = sa.Table(
+    "results",
+    metadata,
+    sa.Column("request_id", sa.ForeignKey("jobs.request_id", ondelete="CASCADE"), primary_key=True),
+    sa.Column("content_type", sa.Text, nullable=False),
+    sa.Column("size", sa.BigInteger, nullable=False),
+    sa.Column("data", sa.LargeBinary, nullable=False),
+)
+
+checkpoints = sa.Table(
+    "checkpoints",
+    metadata,
+    sa.Column("run_id", sa.Text, primary_key=True),
+    sa.Column("kind", sa.Text, primary_key=True),
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("base_model", sa.Text, nullable=False),
+    *_lora(),
+    sa.Column("optimizer_config", sa.JSON, nullable=False),
+    sa.Column("user_metadata", sa.JSON),
+    sa.Column("size_bytes", sa.BigInteger, nullable=False),
+    sa.Column("request_id", sa.Text, nullable=False),
+    sa.Column("public", sa.Boolean, nullable=False, server_default=sa.false()),
+    sa.Column("created", UtcTime, nullable=False),
+    sa.Column("expires", UtcTime, index=True),
+    sa.Index("checkpoints_newest", "owner", "created"),
+)
+
+keys = sa.Table(
+    "keys",
+    metadata,
+    sa.Column("key_id", _autoincrement(), primary_key=True),
+    sa.Column("prefix", sa.Text, nullable=False, index=True),  # of the hash: finds the row, proves nothing
+    sa.Column("hash", sa.Text, nullable=False, unique=True),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("name", sa.Text, nullable=False),
+    sa.Column("note", sa.Text, nullable=False),
+    sa.Column("hint", sa.Text, nullable=False),
+    sa.Column("created", UtcTime, nullable=False),
+    sa.Column("revoked", UtcTime),
+)
+
+audit = sa.Table(
+    "audit",
+    metadata,
+    sa.Column("event_id", _autoincrement(), primary_key=True),
+    sa.Column("time", UtcTime, nullable=False),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("event", sa.Text, nullable=False),
+    sa.Column("details", sa.JSON, nullable=False),
+    sa.Column("model_id", sa.Text),
+    sa.Column("tinker_path", sa.Text),
+    sa.Index("audit_by_time", "owner", "time"),
+)

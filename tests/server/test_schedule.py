@@ -1,0 +1,90 @@
+"""The scheduler's invariants, for any set of waiting jobs."""
+
+from collections import defaultdict
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tinsmith.server.schedule import Served, TrainingJob, schedule
+
+KINDS = ("forward_backward", "forward_backward", "forward_backward", "optim_step", "save_weights", "load_weights")
+NOTHING_SERVED = Served({}, {})
+
+
+@st.composite
+def waiting(draw: st.DrawFn) -> list[TrainingJob]:
+    jobs = []
+    for model in range(draw(st.integers(1, 5))):
+        owner = f"owner-{draw(st.integers(0, 2))}"
+        for seq_id in range(1, draw(st.integers(1, 6)) + 1):
+            kind, tokens = draw(st.sampled_from(KINDS)), draw(st.integers(1, 500))
+            created = float(draw(st.integers(0, 100)))
+            jobs.append(TrainingJob(f"{model}:{seq_id}", kind, owner, f"model-{model}", seq_id, tokens, created))
+    return draw(st.permutations(jobs))
+
+
+def run_to_the_end(jobs: list[TrainingJob], budget: int) -> list[tuple[TrainingJob, ...]]:
+    """Batch after batch, with what was served counted as a worker counts it."""
+    by_owner: dict[str, float] = defaultdict(float)
+    by_model: dict[str, float] = defaultdict(float)
+    left, batches = list(jobs), []
+    while left:
+        batch = schedule(left, Served(by_owner, by_model), budget)
+        assert batch, "jobs wait, but nothing runs"
+        batches.append(batch)
+        for job in batch:
+            left.remove(job)
+            by_owner[job.owner] += job.tokens
+            by_model[job.model_id] += job.tokens
+    return batches
+
+
+@given(waiting(), st.integers(1, 2000))
+def test_every_job_runs_once_and_a_models_jobs_keep_their_order(jobs: list[TrainingJob], budget: int) -> None:
+    order: dict[str, list[int]] = defaultdict(list)
+    for batch in run_to_the_end(jobs, budget):
+        for job in batch:
+            order[job.model_id].append(job.seq_id)
+    assert {model: sorted(seqs) for model, seqs in order.items()} == order
+    assert sum(map(len, order.values())) == len(jobs)
+
+
+@given(waiting(), st.integers(1, 2000))
+def test_a_barrier_runs_alone(jobs: list[TrainingJob], budget: int) -> None:
+    for batch in run_to_the_end(jobs, budget):
+        assert len(batch) == 1 or not any(job.is_barrier for job in batch)
+
+
+@given(waiting(), st.integers(1, 2000))
+def test_a_batch_keeps_to_the_budget_unless_one_job_alone_exceeds_it(jobs: list[TrainingJob], budget: int) -> None:
+    for batch in run_to_the_end(jobs, budget):
+        assert len(batch) == 1 or sum(job.tokens for job in batch) <= budget
+
+
+@given(waiting())
+def test_with_room_for_all_every_model_that_can_run_data_is_in_the_batch(jobs: list[TrainingJob]) -> None:
+    batch = schedule(jobs, NOTHING_SERVED, token_budget=10**9)
+    first = {}
+    for job in sorted(jobs, key=lambda job: job.seq_id):
+        first.setdefault(job.model_id, job)
+    if not batch[0].is_barrier:
+        ready = {model for model, job in first.items() if not job.is_barrier}
+        assert {job.model_id for job in batch} == ready
+
+
+def test_the_owner_who_had_least_comes_first() -> None:
+    greedy = [TrainingJob(f"g{i}", "forward_backward", "greedy", "model-g", i, 100, 0.0) for i in range(1, 50)]
+    modest = TrainingJob("m1", "forward_backward", "modest", "model-m", 1, 100, 99.0)
+    batch = schedule([*greedy, modest], Served({"greedy": 5000.0}, {"model-g": 5000.0}), token_budget=100)
+    assert batch == (modest,)
+
+
+def test_a_barrier_of_one_model_does_not_hold_up_another() -> None:
+    step = TrainingJob("a2", "optim_step", "one", "model-a", 2, 1, 5.0)
+    data = TrainingJob("b1", "forward_backward", "two", "model-b", 1, 10, 0.0)
+    assert schedule([step, data], NOTHING_SERVED, 100) == (data,)
+    assert schedule([step], NOTHING_SERVED, 100) == (step,)
+
+
+def test_nothing_waiting_gives_nothing() -> None:
+    assert schedule([], NOTHING_SERVED, 100) == ()
