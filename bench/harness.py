@@ -22,6 +22,7 @@ from environments import ROOT, python_of
 sys.path.insert(0, str(ROOT))  # for tests.support: the stub server and the probes
 
 KEY = "tml-bench"
+RUN_SECONDS = 120
 Numbers = dict[str, float]
 
 
@@ -50,7 +51,7 @@ def play(conduct: Callable[[], None], measure: Callable[..., Any]) -> None:
 def measured(peer: Peer, **arguments: Any) -> Any:
     """What this bench's `measure` returns for a package. Its log goes nowhere: the faults are meant."""
     command = [str(python_of(peer.environment)), sys.argv[0], "--measure", peer.module, json.dumps(arguments)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False, timeout=RUN_SECONDS)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])

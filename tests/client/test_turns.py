@@ -441,7 +441,7 @@ def test_after_a_lost_answer_the_same_operation_heals_and_another_fails_at_once(
     bench.wire.errors["a"] = [error, error]
     with pytest.raises(type(error)):
         bench.add("a").result(PATIENCE)
-    with pytest.raises(UnconfirmedOperationError, match="Operation 1 .* Repeat exactly that operation"):
+    with pytest.raises(UnconfirmedOperationError, match=r"Operation 1 .* Repeat exactly that operation"):
         bench.add("b").result(PATIENCE)
     with pytest.raises(type(error)):  # lost again: still nothing else may be sent
         bench.add("a").result(PATIENCE)

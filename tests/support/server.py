@@ -130,9 +130,11 @@ class FakeServer:
 
     async def _shut(self) -> None:
         self._server.close()
-        while self._connections:
+        turns = 10  # a connection accepted a moment ago is known only some turns of the loop later
+        while self._connections or turns > 0:
             self._abort_all()
             await asyncio.sleep(0)
+            turns -= 1
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         async def call() -> T:

@@ -159,7 +159,7 @@ def _translated_errors(request: HttpRequest) -> Iterator[None]:
         pyqwest.WriteError,
         pyqwest.StreamError,
     ) as error:
-        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}") from error
+        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}.") from error
     except ValueError as error:
         if "header" in str(error):  # its text quotes the header, which may be the key
             raise ConfigError(

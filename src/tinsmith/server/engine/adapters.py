@@ -47,7 +47,7 @@ class AdapterSpec:
             )
         if not (self.train_attn or self.train_mlp or self.train_unembed):
             raise InvalidInputError(
-                "train_attn, train_mlp and train_unembed are all false, which leaves nothing to train; set one to true.",
+                "train_attn, train_mlp and train_unembed are all false: there is nothing to train. Set one to true.",
                 field="lora_config",
             )
 

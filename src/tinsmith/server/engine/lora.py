@@ -43,7 +43,8 @@ class Site:
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0] // len(self.b)
+        rank: int = self.b[0].shape[1]
+        return rank
 
 
 class HasSites(Protocol):
@@ -152,7 +153,7 @@ class _Stack:
         return mask.flatten(1)
 
 
-class _LoraLinear(torch.autograd.Function):
+class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
     """`linear` with its backward pass written out: W needs no gradient, and those of A and B go to their buffers."""
 
     @staticmethod

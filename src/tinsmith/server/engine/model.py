@@ -27,6 +27,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.engine.lora import LoraRows, linear
 
 FAMILIES = ("llama", "qwen2", "qwen3", "smollm3")
+_DEFAULT_THETA = {"smollm3": 2000000.0}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def _no_rope_layers(config: Mapping[str, Any], num_layers: int) -> frozenset[int
 def rope_from_config(config: Mapping[str, Any], head_dim: int) -> Rope:
     """The frequencies for `rope_parameters` (new form) or `rope_theta` and `rope_scaling` (old form)."""
     settings = {**(config.get("rope_parameters") or config.get("rope_scaling") or {})}
-    theta = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = settings.get("rope_theta") or config.get("rope_theta") or _DEFAULT_THETA.get(config["model_type"], 10000.0)
     kind = settings.get("rope_type") or settings.get("type") or "default"
     if kind not in ROPE_SCALINGS:
         raise ConfigError(f"The RoPE scaling {kind!r} is not supported; supported are {', '.join(ROPE_SCALINGS)}.")
@@ -182,7 +183,7 @@ ROPE_SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, 
 # --- elementwise steps, each with its backward pass: fewer passes over memory and less kept than autograd's own ------
 
 
-class _RmsNorm(torch.autograd.Function):
+class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.float()
@@ -199,7 +200,7 @@ class _RmsNorm(torch.autograd.Function):
         return dn.sub_(normed.mul_(inner)).mul_(inverse), None, None, None
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -222,7 +223,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     return turned.to(dtype)
 
 
-class _GatedSilu(torch.autograd.Function):
+class _GatedSilu(torch.autograd.Function):  # type: ignore[misc]
     """silu(gate) * up on the fused output of gate and up: [T, 2 F] -> [T, F]."""
 
     @staticmethod

@@ -42,6 +42,16 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def end_of_text(folder: Path) -> frozenset[int]:
+    """The tokens that end a text: those of generation_config.json, or else of config.json."""
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_bytes()) if path.exists() else {}
+    tokens = generation.get("eos_token_id") or read_config(folder).get("eos_token_id")
+    if tokens is None:
+        return frozenset()
+    return frozenset(tokens if isinstance(tokens, list) else [tokens])
+
+
 class _Tensors:
     """The tensors of all files of a folder by name; each is read when it is asked for."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import sqlalchemy as sa
@@ -17,6 +17,9 @@ from tinsmith.errors import ConfigError, InvalidInputError, MissingExtraError
 from tinsmith.server.store import schema
 
 T = TypeVar("T")
+Row: TypeAlias = Any
+"""A row of a query. Its columns are known to the query alone; whoever asks turns it into a record at once."""
+
 Work = Callable[[sa.Connection], T]
 
 _BUSY_SECONDS = 30.0  # how long a process waits for the write lock of another one
@@ -47,6 +50,15 @@ class Database:
         """Run `work` on one snapshot of the data."""
         with _explained(), self.engine.connect() as connection:
             return work(connection)
+
+    def first(self, query: sa.Select[Any], make: Callable[[Row], T]) -> T | None:
+        """A record of the first row, if there is one."""
+        row = self.read(lambda connection: connection.execute(query).first())
+        return None if row is None else make(row)
+
+    def all(self, query: sa.Select[Any], make: Callable[[Row], T]) -> list[T]:
+        """A record of every row."""
+        return [make(row) for row in self.read(lambda connection: connection.execute(query).all())]
 
     def write(self, work: Work[T], *, durable: bool = True) -> T:
         """Run `work` in a transaction; it is committed on return and undone on an exception.
@@ -92,12 +104,16 @@ class Database:
 def _revision(connection: sa.Connection) -> str | None:
     if not sa.inspect(connection).has_table("alembic_version"):
         return None
-    return connection.scalar(sa.text("SELECT version_num FROM alembic_version"))
+    return cast("str | None", connection.scalar(sa.text("SELECT version_num FROM alembic_version")))
 
 
 def _open(url: str) -> sa.Engine:
     parsed = _parse(url)
-    options: dict[str, Any] = {"json_serializer": _json, "json_deserializer": msgspec.json.decode}
+    options: dict[str, Any] = {
+        "json_serializer": _json,
+        "json_deserializer": msgspec.json.decode,
+        "hide_parameters": True,  # an error with the values of its statement would carry prompts and hashes into logs
+    }
     if parsed.get_backend_name() == "postgresql":
         # A server that was restarted leaves dead connections in the pool; they are found before they are used.
         return sa.create_engine(parsed, pool_pre_ping=True, **options)
@@ -172,7 +188,7 @@ def _explained() -> Iterator[None]:
     except (UnicodeEncodeError, OverflowError, sa.exc.DataError) as error:
         reason = getattr(error, "orig", None) or error
         raise InvalidInputError(
-            f"The database cannot store a value: {reason}. Texts must be valid Unicode without NUL, numbers fit 64 bits."
+            f"The database cannot store a value: {reason}. Text must be Unicode without NUL, and numbers fit 64 bits."
         ) from None
     except sa.exc.StatementError as error:
         if isinstance(error.orig, InvalidInputError):

@@ -1,4 +1,4 @@
-"""How the store's ids are formed. They follow from the numbers a client counts, so a repeated request meets its first."""
+"""How ids are formed: from the numbers that a client counts, so that a repeated request meets its first."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, dataclass_transform
 
 import msgspec
 
@@ -34,6 +34,7 @@ SessionState: TypeAlias = Literal["active", "client_finished", "cancelled"]
 T = TypeVar("T")
 
 
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Record(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         fields = ((name, getattr(self, name)) for name in self.__struct_fields__)
@@ -126,6 +127,17 @@ class Cancelled(Record):
 
 
 Outcome: TypeAlias = Done | Failed | Cancelled
+
+
+class Submission(Record):
+    """A job to be written down, with what belongs to it in the same moment."""
+
+    job: NewJob
+    outcome: Outcome | None = None
+    """Known on arrival: a refused job, or one that needs no worker."""
+
+    model: NewModel | None = None
+    """The model that this job creates."""
 
 
 class Expired(Record):

@@ -97,7 +97,8 @@ def test_importing_leaves_the_logging_of_others_alone() -> None:
     code = """
 import logging, tinsmith
 tinsmith.ServiceClient(base_url='http://127.0.0.1:9', api_key='tml-x')
-print(logging.root.handlers, logging.root.level, logging.getLogger('httpx').level, logging.getLogger('tinsmith').handlers)
+root, others, ours = logging.root, logging.getLogger('httpx'), logging.getLogger('tinsmith')
+print(root.handlers, root.level, others.level, ours.handlers)
 """
     assert run(code) == "[] 30 0 []"
 

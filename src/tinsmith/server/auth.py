@@ -1,0 +1,163 @@
+"""Who is asking: API keys, short-lived tokens made from them, and signatures on download URLs."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tinsmith.errors import ConfigError
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.store import LOCAL_OWNER, Store
+from tinsmith.server.store.records import ApiKey
+
+TOKEN_SECONDS = 3600
+"""Clients renew a token five minutes before it ends, so it must last much longer than that."""
+
+_REMEMBER_SECONDS = 5.0
+"""How long a checked key is taken for good: a revoked one may work so much longer."""
+
+_MAX_REMEMBERED = 10_000
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """The owner on whose behalf a request is made, and the key that proved it; no key on a server without keys."""
+
+    owner: str
+    key: ApiKey | None = None
+
+
+class Secret:
+    """A random number that stays in the state folder; what it signed, this server said."""
+
+    def __init__(self, value: bytes) -> None:
+        self._value = value
+
+    @classmethod
+    def in_folder(cls, state: Path) -> Secret:
+        """The secret of this folder, made on first use and readable by its owner only."""
+        state.mkdir(parents=True, exist_ok=True)
+        path = state / "secret"
+        if not path.exists():
+            _write_once(path, secrets.token_hex(32))
+        return cls(bytes.fromhex(path.read_text()))
+
+    def signature(self, message: str) -> str:
+        return _base64(hmac.digest(self._value, message.encode(), hashlib.sha256))
+
+    def has_signed(self, message: str, signature: str) -> bool:
+        return hmac.compare_digest(self.signature(message).encode(), signature.encode())
+
+    def token(self, claims: dict[str, Any]) -> str:
+        """A JSON web token (RFC 7519) with an HS256 signature."""
+        head = _base64(msgspec.json.encode({"alg": "HS256", "typ": "JWT"}))
+        content = f"{head}.{_base64(msgspec.json.encode(claims))}"
+        return f"{content}.{self.signature(content)}"
+
+    def claims(self, token: str) -> dict[str, Any] | None:
+        """What a token of ours says; `None` for anything else. The algorithm in its head is never asked."""
+        content, _, signature = token.rpartition(".")
+        if not self.has_signed(content, signature):
+            return None
+        claims: dict[str, Any] = msgspec.json.decode(_unbase64(content.partition(".")[2]))
+        return claims
+
+
+class Authority:
+    """Decides who a credential belongs to. `now` is in seconds since 1970."""
+
+    def __init__(self, config: ServerConfig, store: Store, now: Callable[[], float] = time.time) -> None:
+        self.secret = Secret.in_folder(config.state)
+        self._store = store
+        self._now = now
+        for number, key in enumerate(config.api_keys, start=1):
+            store.keys.register(key, f"configured-{number}")
+        self._needs_key = bool(store.keys.list()) or not config.is_loopback
+        if not store.keys.list() and not config.is_loopback:
+            raise ConfigError(
+                f"Without an API key, everybody who reaches {config.host} could use this server. Choose a key and pass "
+                "it with --api-key (it must start with 'tml-'), or bind to 127.0.0.1."
+            )
+        self._remembered: dict[str, tuple[float, Caller | None]] = {}
+
+    def recall(self, credential: str) -> Caller | None:
+        """The caller, if this credential was checked a moment ago or nothing needs to be checked."""
+        if not self._needs_key:
+            return Caller(LOCAL_OWNER)
+        until, caller = self._remembered.get(_digest(credential), (0.0, None))
+        return caller if self._now() < until else None
+
+    def identify(self, credential: str) -> Caller | None:
+        """The caller, looked up in the store; `None` if the credential is no good."""
+        if not self._needs_key:
+            return Caller(LOCAL_OWNER)
+        caller = self._by_token(credential) if credential.startswith("eyJ") else self._by_key(credential)
+        if caller is not None:
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            self._remembered[_digest(credential)] = (self._now() + _REMEMBER_SECONDS, caller)
+        return caller
+
+    def token_for(self, caller: Caller) -> str:
+        now = int(self._now())
+        return self.secret.token(
+            {
+                "iss": "tinsmith",
+                "sub": caller.owner,
+                "org_id": "local",
+                "email": "",
+                "iat": now,
+                "exp": now + TOKEN_SECONDS,
+                "key": caller.key.key_id if caller.key else None,
+            }
+        )
+
+    def revoke(self, caller: Caller) -> None:
+        if caller.key is not None:
+            self._store.keys.revoke(caller.key.key_id)
+            self._remembered.clear()
+
+    def _by_key(self, credential: str) -> Caller | None:
+        key = self._store.keys.verify(credential)
+        return None if key is None else Caller(key.owner, key)
+
+    def _by_token(self, credential: str) -> Caller | None:
+        """A token is good as long as the key it was made from."""
+        claims = self.secret.claims(credential)
+        if claims is None or claims["exp"] <= self._now():
+            return None
+        keys = self._store.keys.list(claims["sub"])
+        key = next((key for key in keys if key.key_id == claims["key"] and key.revoked is None), None)
+        return None if key is None else Caller(key.owner, key)
+
+
+def _write_once(path: Path, text: str) -> None:
+    """A whole file or none, and of two processes that try, the first one wins."""
+    draft = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, path)
+    draft.unlink()
+
+
+def _digest(credential: str) -> str:
+    """Keys are not kept in memory as they are."""
+    return hashlib.sha256(credential.encode(errors="replace")).hexdigest()
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).decode().rstrip("=")
+
+
+def _unbase64(text: str) -> bytes:
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))

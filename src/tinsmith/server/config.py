@@ -1,0 +1,107 @@
+"""Every setting of the server in one frozen record, made once at the entry point and passed down."""
+
+from __future__ import annotations
+
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from tinsmith.errors import ConfigError
+
+Device: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
+Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
+
+_MIB = 2**20
+
+
+class ModelSource(msgspec.Struct, frozen=True):
+    """A base model: the name clients use, and the folder or hub id its files come from."""
+
+    name: str
+    source: str
+
+    @classmethod
+    def parse(cls, text: str) -> ModelSource:
+        """`NAME=SOURCE`, or a folder or hub id that is also the name."""
+        name, separator, source = text.partition("=")
+        if not name or (separator and not source):
+            raise ConfigError(f"{text!r} is not a model: give a folder, a hub id, or NAME=FOLDER.")
+        return cls(name, source or name)
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    models: tuple[ModelSource, ...]
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+    state: Path = msgspec.field(default_factory=lambda: Path.home() / ".tinsmith")
+    """The folder of checkpoints, secrets and the default database."""
+
+    database: str = ""
+    """A database URL; empty means a SQLite file in the state folder."""
+
+    api_keys: tuple[str, ...] = ()
+    """Keys accepted besides those made with `tinsmith key create`."""
+
+    token_exchange: bool = False
+    """Whether clients swap their key for a short-lived token first."""
+
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+
+    max_context: int | None = None
+    """Tokens of one sequence; `None` means as many as the model was made for."""
+
+    kv_tokens: int | None = None
+    """Tokens the sampler's cache holds; `None` means as many as fit."""
+
+    train_token_budget: int | None = None
+    """Tokens of one training micro-batch; `None` means as many as fit."""
+
+    result_ttl_seconds: int = 24 * 3600
+    """How long the result of an operation can be fetched."""
+
+    session_timeout_seconds: int = 3600
+    """A session of which nothing was heard for so long has ended."""
+
+    long_poll_seconds: float = 25.0
+    """How long a request for a result waits for it. Clients give up after 45 s."""
+
+    url_lifetime_seconds: int = 3600
+    """How long a download URL is good for. Clients ask for new ones five minutes before that."""
+
+    inline_result_bytes: int = _MIB
+    """Of a larger result, a client that allows it first learns the size, so that it can plan its memory."""
+
+    max_body_bytes: int = 64 * _MIB
+    max_decompressed_bytes: int = 256 * _MIB
+
+    max_json_bytes: int = 32 * _MIB
+    """JSON grows tenfold when it is decoded, so less of it is accepted."""
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("No model to serve. Name at least one, for example --model Qwen/Qwen3-0.6B.")
+        names = [model.name for model in self.models]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"Two models have the same name: {', '.join(names)}. Use NAME=FOLDER to rename one.")
+
+    @property
+    def database_url(self) -> str:
+        return self.database or f"sqlite:///{self.state.absolute() / 'tinsmith.db'}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.state / "checkpoints"
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False

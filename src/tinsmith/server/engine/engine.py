@@ -1,0 +1,211 @@
+"""The engine of one base model: adapters in, numbers out.
+
+Engine.open              load a model folder
+Engine.create_adapter    a new adapter on it
+Engine.forward_backward  rows of any mix of adapters and losses -> one output for each row
+Engine.optim_step        use up an adapter's gradient
+Engine.generator         sampling with the same model
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tinsmith.errors import ConfigError, InvalidInputError
+from tinsmith.server.engine.adapters import Adapter, AdapterSpec
+from tinsmith.server.engine.batch import Example, TrainRow, check_row, pack
+from tinsmith.server.engine.generate import Generator
+from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.optim import adamw_step
+from tinsmith.server.engine.train import BadExampleError, RowOutput, run_micro_batch
+from tinsmith.server.engine.weights import end_of_text, load_model
+from tinsmith.types import AdamParams
+
+_log = logging.getLogger(__name__)
+
+# Beyond this many tokens a micro-batch gets no faster; it only needs more memory.
+_USEFUL_TOKENS = {"cuda": 32768, "cpu": 1024}
+_MIN_TOKENS = 256
+_USEFUL_KV_TOKENS = 2**20
+# The rest is for adapters, for what allocators waste and, on a CPU, for other processes.
+_SHARE_FOR_TRAINING = 0.25
+_SHARE_FOR_SAMPLING = {"cuda": 0.4, "cpu": 0.1}
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Transformer,
+        train_token_budget: int | None = None,
+        kv_tokens: int | None = None,
+        end_of_text: Collection[int] = (),
+    ) -> None:
+        self.model = model
+        self.end_of_text = frozenset(end_of_text)
+        self.train_token_budget = train_token_budget or automatic_token_budget(model)
+        """Tokens of one micro-batch; halved when the GPU runs out of memory."""
+        self._kv_tokens = kv_tokens or automatic_kv_tokens(model)
+
+    @classmethod
+    def open(
+        cls,
+        folder: Path | str,
+        device: str = "auto",
+        dtype: str = "auto",
+        train_token_budget: int | None = None,
+        kv_tokens: int | None = None,
+    ) -> Engine:
+        place = choose_device(device)
+        model = load_model(Path(folder), place, choose_dtype(dtype, place))
+        return cls(model, train_token_budget, kv_tokens, end_of_text(Path(folder)))
+
+    @cached_property
+    def generator(self) -> Generator:
+        return Generator(self.model, self._kv_tokens, self.end_of_text)
+
+    def create_adapter(self, spec: AdapterSpec) -> Adapter:
+        return Adapter.create(self.model.shape, spec, self.model.device, self.model.compute_dtype)
+
+    def optim_step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
+        return adamw_step(adapter, params)
+
+    def forward_backward(self, rows: Sequence[TrainRow]) -> list[RowOutput]:
+        """Score every row and, where asked, add its gradient to its adapter; outputs in the order of the rows.
+
+        A refused row is reported in its output and leaves no trace, and neither do the other rows of its job. If
+        anything else goes wrong, the error is raised and every gradient is as it was before.
+        """
+        examples, errors = self._checked(rows)
+        before = _Gradients(example.adapter for example in examples if example.backward)
+        outputs: dict[int, RowOutput] = {}
+        while examples:
+            try:
+                outputs = self._run(examples)
+                break
+            except BadExampleError as bad:
+                before.restore()
+                errors |= _for_whole_jobs(rows, {bad.example.index: bad.error})
+                examples = [example for example in examples if example.index not in errors]
+            except torch.OutOfMemoryError:
+                before.restore()
+                if not self._could_halve_token_budget():
+                    raise
+            except BaseException:
+                before.restore()
+                raise
+        for example in examples:
+            example.adapter.has_gradient |= example.backward
+        return [outputs[index] if index in outputs else RowOutput(error=errors[index]) for index in range(len(rows))]
+
+    def _checked(self, rows: Sequence[TrainRow]) -> tuple[list[Example], dict[int, InvalidInputError]]:
+        examples: list[Example] = []
+        errors: dict[int, InvalidInputError] = {}
+        for index, row in enumerate(rows):
+            try:
+                examples.append(check_row(index, row, self.model.shape))
+            except InvalidInputError as error:
+                errors[index] = error
+        errors = _for_whole_jobs(rows, errors)
+        return [example for example in examples if example.index not in errors], errors
+
+    def _run(self, examples: Sequence[Example]) -> dict[int, RowOutput]:
+        outputs: dict[int, RowOutput] = {}
+        for batch in pack(examples, self.train_token_budget):
+            # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
+            recompute = batch.num_tokens > self.train_token_budget
+            outputs |= run_micro_batch(self.model, batch, recompute=recompute)
+        return outputs
+
+    def _could_halve_token_budget(self) -> bool:
+        if self.train_token_budget <= _MIN_TOKENS:
+            return False
+        torch.cuda.empty_cache()
+        self.train_token_budget //= 2
+        _log.warning("Out of GPU memory: micro-batches now hold %d tokens.", self.train_token_budget)
+        return True
+
+
+class _Gradients:
+    """The gradients of some adapters as they were, to go back to."""
+
+    def __init__(self, adapters: Iterable[Adapter]) -> None:
+        self._saved: dict[int, tuple[Adapter, Tensor | None]] = {}
+        for adapter in adapters:
+            if id(adapter) not in self._saved:
+                self._saved[id(adapter)] = adapter, adapter.gradient.clone() if adapter.has_gradient else None
+
+    def restore(self) -> None:
+        for adapter, gradient in self._saved.values():
+            if gradient is None:
+                adapter.gradient.zero_()
+            else:
+                adapter.gradient.copy_(gradient)
+
+
+def _for_whole_jobs(rows: Sequence[TrainRow], errors: Mapping[int, InvalidInputError]) -> dict[int, InvalidInputError]:
+    """An error of one row is that of every row of its job."""
+    by_job = {rows[index].job: error for index, error in errors.items() if rows[index].job is not None}
+    return {**{index: by_job[row.job] for index, row in enumerate(rows) if row.job in by_job}, **errors}
+
+
+# --- choices that "auto" leaves to us --------------------------------------------------------------------------------
+
+
+def choose_device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device is 'cuda', but torch finds no GPU; install a CUDA build of torch, or use 'cpu'.")
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise ConfigError("device is 'mps', but torch finds no Apple GPU; use 'cpu'.")
+    return torch.device(name)
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware multiplies it; emulated, it would be slower than float32 and less exact."""
+    if name == "auto":
+        has_bfloat16 = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
+        name = "bfloat16" if has_bfloat16 else "float32"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise ConfigError(f"dtype is {name!r}; use 'auto', 'float32' or 'bfloat16'.")
+    return dtypes[name]
+
+
+def automatic_token_budget(model: Transformer) -> int:
+    """How many tokens to train on at once: as many as are useful, within a share of the free memory."""
+    share = _SHARE_FOR_TRAINING * _free_memory(model.device)
+    affordable = int(share / _activation_bytes_per_token(model))
+    return max(_MIN_TOKENS, min(affordable, _USEFUL_TOKENS.get(model.device.type, 1024)))
+
+
+def automatic_kv_tokens(model: Transformer) -> int:
+    """How many tokens the sampler may keep: one whole context at least, beyond it what a share of memory holds."""
+    shape = model.shape
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.compute_dtype.itemsize
+    affordable = int(_SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * _free_memory(model.device) / per_token)
+    return max(shape.max_context, min(affordable, _USEFUL_KV_TOKENS))
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _activation_bytes_per_token(model: Transformer) -> int:
+    """What the layers keep for the backward pass: two float32 residuals, the inputs of all products, attention."""
+    shape = model.shape
+    width_of_heads = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
+    products = 2 * shape.hidden_size + 3 * shape.intermediate_size + width_of_heads
+    per_layer = 8 * shape.hidden_size + model.compute_dtype.itemsize * products
+    size: int = shape.num_layers * per_layer
+    return size

@@ -1,0 +1,615 @@
+"""Sampling for many requests at once: requests join and leave between decode steps.
+
+    SampleWork    one request: a prompt, how many samples, how to draw them, and what to report
+    SampleDone    its result or its error
+    Generator     `add`, `step` until `has_work` is false, `cancel` at any time between steps
+
+The life of a request: it waits until its prompt and one sample fit in the cache at their greatest length; the prompt
+is prefilled in chunks, each of them between two decode steps of the others; the first tokens of all its samples are
+drawn from the one prefill; each sample then decodes as soon as the cache has room for it. What was admitted is never
+evicted, so nothing is computed twice; who came first is admitted first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import secrets
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinsmith.errors import InvalidInputError, TinkerError
+from tinsmith.server.engine import sampler
+from tinsmith.server.engine.adapters import FrozenAdapter
+from tinsmith.server.engine.kv_cache import Blocks, BlockTable, Ints, KvPool, prefix_keys
+from tinsmith.server.engine.lora import LoraRows, Segment
+from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.paged_attention import CALL_COST_TOKENS, PagedDecode, PagedPrefill
+from tinsmith.server.engine.prompt_scores import PromptScores
+from tinsmith.server.engine.stopping import Decode, Stopper
+from tinsmith.types import SampledSequence, SampleResponse, SamplingParams, StopReason, TensorData, TopkLogprobs
+
+BLOCK_SIZE = 16
+PREFILL_TOKENS = 256
+
+# Logits of a prompt are made for this many positions at a time: a large vocabulary makes them heavy.
+_SCORED_AT_ONCE = 64
+
+Key: TypeAlias = Hashable
+TopkRow: TypeAlias = list[tuple[int, float]]
+
+
+@dataclass(frozen=True, eq=False)
+class SampleWork:
+    key: Key
+    prompt: Sequence[int]
+    params: SamplingParams
+    num_samples: int = 1
+    adapter: FrozenAdapter | None = None
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: TensorData | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
+    decode: Decode | None = None
+    """Turns tokens into text; needed for stop texts."""
+
+
+@dataclass(frozen=True)
+class SampleDone:
+    """Exactly one of `response` and `error` is set."""
+
+    key: Key
+    response: SampleResponse | None = None
+    error: TinkerError | None = None
+
+
+@dataclass(eq=False)
+class _Sequence:
+    """One sample on its way."""
+
+    request: _Request
+    index: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    topk: list[TopkRow] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    table: BlockTable | None = None
+
+    @property
+    def num_cached(self) -> int:
+        """How many tokens have keys and values: all but the last one sampled."""
+        return len(self.request.prompt) + len(self.tokens) - 1
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request that was found valid."""
+
+    work: SampleWork
+    prompt: npt.NDArray[np.int32]
+    max_tokens: int
+    stopper: Stopper
+    seed: int
+    scores: PromptScores
+    keys: list[bytes]
+    """Of the full blocks of the prompt."""
+
+    order: int
+    """By arrival."""
+
+    table: BlockTable | None = None
+    """Of the prompt. The only sample of a request goes on in it, several make tables of their own."""
+
+    tail: Ints | None = None
+    """Blocks set aside at admission, so that one of several samples can always go on."""
+
+    num_prefilled: int = 0
+    num_cache_hits: int = 0
+    samples: list[_Sequence] = field(default_factory=list)
+
+    @property
+    def adapter(self) -> FrozenAdapter | None:
+        return self.work.adapter
+
+
+class Generator:
+    """Owns the cache and the running batch of one model. Not thread-safe: one loop calls it."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv_tokens: int,
+        end_of_text: Collection[int] = (),
+        *,
+        max_context: int | None = None,
+        block_size: int = BLOCK_SIZE,
+        prefill_tokens: int = PREFILL_TOKENS,
+    ) -> None:
+        self.model = model
+        self.end_of_text = frozenset(end_of_text)
+        self.max_context = min(max_context or model.shape.max_context, model.shape.max_context)
+        self.prefill_tokens = prefill_tokens
+        self.blocks = Blocks(max(kv_tokens // block_size, 1), block_size)
+        num_slots = self.blocks.num_blocks * block_size
+        self.pool = KvPool(model.shape, num_slots, model.compute_dtype, model.device)
+        self.num_prefilled_tokens = 0
+        """How many prompt tokens were computed, not found in the cache, since the start."""
+
+        self._arrivals = itertools.count()
+        self._owners: WeakKeyDictionary[FrozenAdapter, bytes] = WeakKeyDictionary()
+        self._requests: dict[Key, _Request] = {}
+        self._waiting: list[_Request] = []
+        self._prefilling: list[_Request] = []
+        self._undecided: list[_Sequence] = []
+        """Samples with a first token that wait for room in the cache."""
+
+        self._batch = _Batch([], model)
+        self._done: list[SampleDone] = []
+
+    # --- requests ---
+
+    def add(self, work: SampleWork) -> None:
+        """Take a request. What is wrong with it becomes its result; it never raises for bad input."""
+        if work.key in self._requests:
+            raise ValueError(f"The key {work.key!r} is in use by an unfinished request")
+        try:
+            request = self._checked(work)
+        except InvalidInputError as error:
+            self._done.append(SampleDone(work.key, error=error))
+            return
+        self._requests[work.key] = request
+        self._waiting.append(request)
+
+    def cancel(self, key: Key) -> None:
+        """Forget an unfinished request; its room is free at once. An unknown key is nothing to cancel."""
+        if (request := self._requests.pop(key, None)) is not None:
+            self._drop(request)
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._done)
+
+    def step(self) -> list[SampleDone]:
+        """A chunk of prompts if any wait, then one token for every running sample; returns what finished.
+
+        If the device fails (out of memory), the error passes through and the step can be repeated.
+        """
+        with torch.inference_mode():
+            self._start_decoding()
+            self._admit()
+            if self._prefilling:
+                self._prefill()
+                self._start_decoding()
+            if self._batch.rows:
+                self._decode()
+        done, self._done = self._done, []
+        return done
+
+    # --- checks ---
+
+    def _checked(self, work: SampleWork) -> _Request:
+        prompt = _prompt_array(work.prompt, self.model.shape.vocab_size)
+        params = work.params
+        if not math.isfinite(params.temperature):
+            raise InvalidInputError(
+                f"temperature is {params.temperature}; use 0 (the most likely token) or a positive number.",
+                field="sampling_params.temperature",
+                value=params.temperature,
+            )
+        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
+        scores = PromptScores(
+            prompt,
+            self.model.shape.vocab_size,
+            logprobs=work.prompt_logprobs,
+            topk=work.topk_prompt_logprobs,
+            last_n=work.prompt_logprobs_last_n,
+            targets=work.target_prompt_logprobs,
+            alternatives=work.prompt_alt_tokens_k,
+            temperature=params.temperature,
+            seed=seed,
+        )
+        stopper = Stopper.of(params, self.end_of_text, work.decode)
+        keys = prefix_keys(self._owner(work.adapter), prompt, self.blocks.block_size)
+        request = _Request(work, prompt, max_tokens, stopper, seed, scores, keys, next(self._arrivals))
+        self._refuse_too_large(request)
+        return request
+
+    def _max_tokens(self, prompt_length: int, asked: int | None) -> int:
+        room = self.max_context - prompt_length
+        if prompt_length > self.max_context or (asked is not None and asked > room):
+            wanted = "" if asked is None else f" plus max_tokens of {asked}"
+            remedy = f"ask for at most {room} tokens" if room > 0 else "shorten the prompt"
+            raise InvalidInputError(
+                f"A prompt of {prompt_length} tokens{wanted} exceeds the context of {self.max_context}; {remedy}.",
+                field="prompt" if room <= 0 else "sampling_params.max_tokens",
+                value=prompt_length if room <= 0 else asked,
+            )
+        return room if asked is None else asked
+
+    def _refuse_too_large(self, request: _Request) -> None:
+        needed = self._prompt_blocks(request) + self._tail_blocks(request)
+        if needed > self.blocks.num_blocks:
+            size = self.blocks.block_size
+            raise InvalidInputError(
+                f"A prompt of {len(request.prompt)} tokens with max_tokens of {request.max_tokens} needs a cache of "
+                f"{needed * size} tokens, and this server has {self.blocks.num_blocks * size}; ask for fewer tokens, "
+                "or start the server with a larger kv_tokens.",
+                field="sampling_params.max_tokens",
+                value=request.max_tokens,
+            )
+
+    def _owner(self, adapter: FrozenAdapter | None) -> bytes:
+        """A name for whose keys and values a cached block holds; never used for a second adapter."""
+        if adapter is None:
+            return b"base"
+        return self._owners.setdefault(adapter, secrets.token_bytes(16))
+
+    # --- room in the cache ---
+
+    def _num_shared_blocks(self, request: _Request) -> int:
+        """How many blocks of the prompt its samples refer to; the rest of it each of them copies."""
+        full = len(request.prompt) // self.blocks.block_size
+        return full if self._pays_to_share(full, request.work.num_samples) else 0
+
+    def _pays_to_share(self, num_blocks: int, num_readers: int) -> bool:
+        """Reading a prefix apart from the rest costs each step a call and a join; reading it once saves its tokens.
+
+        Others may come to share the prefix of a single reader, so that is counted as three.
+        """
+        saved_tokens = num_blocks * self.blocks.block_size * (num_readers - 1 if num_readers > 1 else 2)
+        return saved_tokens >= 2 * CALL_COST_TOKENS
+
+    def _prompt_blocks(self, request: _Request) -> int:
+        own_tokens = max(request.max_tokens - 1, 0) if request.work.num_samples == 1 else 0
+        return self.blocks.needed_for(len(request.prompt) + own_tokens)
+
+    def _tail_blocks(self, request: _Request) -> int:
+        """What each of several samples needs beside the blocks it shares."""
+        if request.work.num_samples == 1 or request.max_tokens <= 1:
+            return 0
+        shared_tokens = self._num_shared_blocks(request) * self.blocks.block_size
+        return self.blocks.needed_for(len(request.prompt) + request.max_tokens - 1 - shared_tokens)
+
+    def _admit(self) -> None:
+        """Let requests in by arrival; one whose beginning is being computed for another waits for that."""
+        if self._undecided:
+            return  # samples of older requests come first
+        computing = {key for request in self._prefilling for key in request.keys}
+        for request in list(self._waiting):
+            usable = request.keys[: min(request.scores.first_state, len(request.prompt) - 1) // self.blocks.block_size]
+            found = self.blocks.find(usable)
+            if len(found) < len(usable) and usable[len(found)] in computing:
+                continue
+            # Blocks found may be the very room that is needed; then the request does without them.
+            if not (self._make_room(request, found) or (len(found) and self._make_room(request, found[:0]))):
+                break
+            self._waiting.remove(request)
+            self._prefilling.append(request)
+            computing.update(request.keys)
+
+    def _make_room(self, request: _Request, found: Ints) -> bool:
+        is_alone = request.work.num_samples == 1
+        referred = found if not is_alone or self._pays_to_share(len(found), 1) else found[:0]
+        num_new = self._prompt_blocks(request) - len(referred)
+        num_tail = self._tail_blocks(request)
+        num_unused_found = int(np.count_nonzero(self.blocks.references[found] == 0))
+        if num_new + num_tail > self.blocks.num_available - num_unused_found:
+            return False
+        self.blocks.share(found)
+        new = self.blocks.allocate(num_new)
+        request.table = BlockTable(np.concatenate([referred, new]), self.blocks.block_size)
+        request.tail = self.blocks.allocate(num_tail) if num_tail else None
+        request.num_prefilled = request.num_cache_hits = len(found) * self.blocks.block_size
+        if len(referred) < len(found):
+            self._copy_tokens(BlockTable(found, self.blocks.block_size), 0, request.table, 0, request.num_prefilled)
+            self.blocks.release(found)
+        return True
+
+    def _copy_tokens(self, source: BlockTable, start: int, target: BlockTable, target_start: int, count: int) -> None:
+        if count:
+            self.pool.copy(source.slots[start : start + count], target.slots[target_start : target_start + count])
+
+    def _start_decoding(self) -> None:
+        """Give samples the room they wait for, first come first served."""
+        still_waiting: list[_Sequence] = []
+        for sequence in self._undecided:
+            if sequence.request.work.num_samples == 1:
+                sequence.table, sequence.request.table = sequence.request.table, None
+            elif still_waiting or not self._branch(sequence):
+                still_waiting.append(sequence)
+        started = [sequence for sequence in self._undecided if sequence.table is not None]
+        self._undecided = still_waiting
+        for request in {sequence.request for sequence in started}:
+            self._release_prompt_if_idle(request)
+        self._batch = self._batch.replaced([*self._batch.rows, *started])
+
+    def _branch(self, sequence: _Sequence) -> bool:
+        """A table that shares the prompt's full blocks, if that pays, and has the rest to itself."""
+        request, size = sequence.request, self.blocks.block_size
+        assert request.table is not None
+        if request.tail is not None:
+            tail, request.tail = request.tail, None
+        elif (count := self._tail_blocks(request)) <= self.blocks.num_available:
+            tail = self.blocks.allocate(count)
+        else:
+            return False
+        shared = request.table.blocks[: self._num_shared_blocks(request)]
+        self.blocks.share(shared)
+        sequence.table = BlockTable(np.concatenate([shared, tail]), size)
+        start = len(shared) * size
+        self._copy_tokens(request.table, start, sequence.table, start, len(request.prompt) - start)
+        return True
+
+    def _release_prompt_if_idle(self, request: _Request) -> None:
+        """The prompt's own blocks are needed until the last sample has branched off or ended."""
+        if any(sequence.request is request for sequence in self._undecided):
+            return
+        if request.table is not None:
+            self.blocks.release(request.table.blocks)
+        if request.tail is not None:
+            self.blocks.release(request.tail)
+        request.table = request.tail = None
+
+    # --- prefill ---
+
+    def _prefill(self) -> None:
+        pieces = self._next_pieces()
+        slots, past = [], []
+        for request, start, end in pieces:
+            assert request.table is not None
+            slots.append(request.table.slots[start:end])
+            past.append((end - start, request.table.runs(start)))
+        lora = LoraRows(_segments((end - start, request.adapter) for request, start, end in pieces))
+        hidden = self.model.hidden(
+            self._tensor(np.concatenate([request.prompt[start:end] for request, start, end in pieces])),
+            self._tensor(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
+            PagedPrefill(self.pool, self._tensor(np.concatenate(slots)), past),
+            lora,
+        )
+        states = hidden.split([end - start for _, start, end in pieces])
+        for (request, start, end), state in zip(pieces, states, strict=True):
+            self._score(request, start, state)
+            request.num_prefilled = end
+            self.num_prefilled_tokens += end - start
+        ready = [(request, state[-1]) for (request, _, end), state in zip(pieces, states, strict=True)
+                 if end == len(request.prompt)]  # fmt: skip
+        if ready:
+            self._finish_prefill([request for request, _ in ready], torch.stack([state for _, state in ready]))
+
+    def _next_pieces(self) -> list[tuple[_Request, int, int]]:
+        """The next stretches of the oldest prompts, as much as one chunk takes; those of one adapter together."""
+        pieces, room = [], self.prefill_tokens
+        for request in self._prefilling:
+            end = min(request.num_prefilled + room, len(request.prompt))
+            pieces.append((request, request.num_prefilled, end))
+            room -= end - request.num_prefilled
+            if not room:
+                break
+        return sorted(pieces, key=lambda piece: (self._owner(piece[0].adapter), piece[2] - piece[1]))
+
+    def _score(self, request: _Request, start: int, states: Tensor) -> None:
+        first = max(request.scores.first_state, start)
+        end = min(start + len(states), len(request.prompt) - 1)
+        for begin in range(first, end, _SCORED_AT_ONCE):
+            part = states[begin - start : min(begin + _SCORED_AT_ONCE, end) - start]
+            lora = LoraRows(_segments([(len(part), request.adapter)]))
+            request.scores.add(begin, self.model.logits(part, lora))
+
+    def _finish_prefill(self, requests: list[_Request], states: Tensor) -> None:
+        """Draw the first token of every sample of these prompts."""
+        self._prefilling = [request for request in self._prefilling if request not in requests]
+        for request in requests:
+            assert request.table is not None
+            self.blocks.remember(request.keys, request.table.blocks[: len(request.keys)])
+            request.samples = [_Sequence(request, index) for index in range(request.work.num_samples)]
+        logits = self.model.logits(states, LoraRows(_segments((1, request.adapter) for request in requests)))
+        sampling = [request for request in requests if request.max_tokens > 0]
+        sequences = [sequence for request in sampling for sequence in request.samples]
+        if sequences:
+            rows = [index for index, request in enumerate(requests) if request.max_tokens > 0 for _ in request.samples]
+            batch = _Batch(sequences, self.model)
+            self._take(batch, batch.draw(logits[torch.tensor(rows, device=logits.device)]))
+        self._undecided += [
+            row for row in sequences if row.stop_reason is None and row.request.work.key in self._requests
+        ]
+        for request in requests:
+            if request.max_tokens == 0:
+                for sequence in request.samples:
+                    sequence.stop_reason = "length"
+                self._finish_if_complete(request)
+            if request.work.key in self._requests:
+                self._release_prompt_if_idle(request)
+
+    # --- decode ---
+
+    def _decode(self) -> None:
+        batch = self._batch
+        positions = np.array([sequence.num_cached for sequence in batch.rows])
+        tables = [sequence.table for sequence in batch.rows if sequence.table is not None]
+        slots = np.array([table.slots[position] for table, position in zip(tables, positions, strict=True)])
+        runs = [table.runs(position + 1) for table, position in zip(tables, positions.tolist(), strict=True)]
+        tokens = np.array([sequence.tokens[-1] for sequence in batch.rows])
+        attend = PagedDecode(self.pool, self._tensor(slots), runs)
+        hidden = self.model.hidden(self._tensor(tokens), self._tensor(positions), attend, batch.lora)
+        self._take(batch, batch.draw(self.model.logits(hidden, batch.lora)))
+        running = [sequence for sequence in batch.rows if sequence.table is not None]
+        if len(running) < len(batch.rows):
+            self._batch = batch.replaced(running)
+
+    def _tensor(self, array: npt.NDArray[np.integer[npt.NBitBase]]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.model.device)
+
+    def _take(self, batch: _Batch, drawn: _DrawnRows) -> None:
+        """Append what was drawn; end the samples that are complete."""
+        for row, sequence in enumerate(batch.rows):
+            if sequence.request.work.key not in self._requests:
+                continue  # a sibling failed in this very step
+            if not math.isfinite(drawn.logprobs[row]):
+                self._fail(sequence.request, _not_finite(sequence))
+                continue
+            sequence.tokens.append(drawn.tokens[row])
+            sequence.logprobs.append(drawn.logprobs[row])
+            if count := sequence.request.work.topk_sample_logprobs:
+                sequence.topk.append(drawn.topk[row][:count])
+            self._stop_if_done(sequence)
+
+    def _stop_if_done(self, sequence: _Sequence) -> None:
+        request = sequence.request
+        try:
+            stopped = request.stopper.stops(sequence.tokens)
+        except Exception as error:  # noqa: BLE001 (a tokenizer may raise anything; that is this request's problem alone)
+            self._fail(request, InvalidInputError(
+                f"The tokenizer could not decode the sampled tokens to look for stop texts ({error}); pass token ids "
+                "as `stop`.", field="sampling_params.stop", value=request.work.params.stop))  # fmt: skip
+            return
+        if stopped or len(sequence.tokens) >= request.max_tokens:
+            sequence.stop_reason = "stop" if stopped else "length"
+            self._leave_cache(sequence)
+            self._finish_if_complete(request)
+
+    def _leave_cache(self, sequence: _Sequence) -> None:
+        """Free the sample's room; what it computed can be found again, should the conversation go on."""
+        if (table := sequence.table) is None:
+            return
+        request = sequence.request
+        tokens = np.concatenate([request.prompt, np.array(sequence.tokens[:-1], np.int32)])
+        keys = prefix_keys(self._owner(request.adapter), tokens, self.blocks.block_size)
+        self.blocks.remember(keys, table.blocks[: len(keys)])
+        self.blocks.release(table.blocks)
+        sequence.table = None
+
+    # --- ends ---
+
+    def _finish_if_complete(self, request: _Request) -> None:
+        if any(sequence.stop_reason is None for sequence in request.samples):
+            return
+        del self._requests[request.work.key]
+        self._release_prompt_if_idle(request)
+        self._done.append(SampleDone(request.work.key, response=_response(request)))
+
+    def _fail(self, request: _Request, error: TinkerError) -> None:
+        del self._requests[request.work.key]
+        self._drop(request)
+        self._done.append(SampleDone(request.work.key, error=error))
+
+    def _drop(self, request: _Request) -> None:
+        """Take a request out of every queue and free its room."""
+        self._waiting = [other for other in self._waiting if other is not request]
+        self._prefilling = [other for other in self._prefilling if other is not request]
+        self._undecided = [sequence for sequence in self._undecided if sequence.request is not request]
+        for sequence in request.samples:
+            if sequence.table is not None:
+                self.blocks.release(sequence.table.blocks)
+                sequence.table = None
+        self._release_prompt_if_idle(request)
+        self._batch = self._batch.replaced([row for row in self._batch.rows if row.request is not request])
+
+
+@dataclass(frozen=True)
+class _DrawnRows:
+    tokens: list[int]
+    logprobs: list[float]
+    topk: list[TopkRow]
+
+
+class _Batch:
+    """The rows of a decode step in order, and what stays the same from step to step while they do."""
+
+    def __init__(self, rows: list[_Sequence], model: Transformer, before: LoraRows | None = None) -> None:
+        self.rows = rows
+        self.model = model
+        segments = _segments((1, sequence.request.adapter) for sequence in rows)
+        self.lora = before.regrouped(segments) if before else LoraRows(segments)
+        works = [sequence.request.work for sequence in rows]
+        self.settings = sampler.Settings.of([work.params for work in works], model.shape.vocab_size, model.device)
+        self.num_topk = min(max((work.topk_sample_logprobs for work in works), default=0), model.shape.vocab_size)
+        self.seeds = np.array([sequence.request.seed for sequence in rows], np.uint64)
+        self.streams = np.array([sequence.index for sequence in rows], np.uint64)
+
+    def replaced(self, rows: list[_Sequence]) -> _Batch:
+        """Another set of rows, ordered so that those of one adapter, and the samples of one request, lie together."""
+        if rows == self.rows:
+            return self
+        first = {row.request.adapter: row.request.order for row in reversed(rows)}
+        rows.sort(key=lambda row: (first[row.request.adapter], row.request.order, row.index))
+        return _Batch(rows, self.model, self.lora)
+
+    def draw(self, logits: Tensor) -> _DrawnRows:
+        positions = [len(sequence.tokens) for sequence in self.rows]
+        numbers = torch.from_numpy(sampler.uniforms(self.seeds, self.streams, positions)).to(logits.device)
+        tokens, logprobs = sampler.draw(logits, self.settings, numbers)
+        return _DrawnRows(tokens.tolist(), logprobs.tolist(), self._topk(logits))
+
+    def _topk(self, logits: Tensor) -> list[TopkRow]:
+        if not self.num_topk:
+            return []
+        values, ids = sampler.best(logits, self.num_topk)
+        values = values - sampler.log_sums(logits)[:, None]
+        return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
+
+
+def _segments(rows: Iterable[tuple[int, FrozenAdapter | None]]) -> list[Segment]:
+    """Counts of rows with their adapter -> stretches of rows, neighbours of one adapter joined."""
+    segments: list[Segment] = []
+    end = 0
+    for count, adapter in rows:
+        start, end = end, end + count
+        if segments and segments[-1][2] is adapter:
+            start = segments.pop()[0]
+        segments.append((start, end, adapter))
+    return segments
+
+
+def _prompt_array(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    tokens = np.asarray(prompt, np.int64)
+    if not tokens.size:
+        raise InvalidInputError("The prompt is empty; give at least one token.", field="prompt")
+    if not 0 <= tokens.min() <= tokens.max() < vocab_size:
+        worst = int(tokens.max() if tokens.max() >= vocab_size else tokens.min())
+        raise InvalidInputError(
+            f"The prompt holds the token {worst}, and this model knows tokens 0 to {vocab_size - 1}; encode it with "
+            "the model's own tokenizer.",
+            field="prompt",
+            value=worst,
+        )
+    return tokens.astype(np.int32)
+
+
+def _not_finite(sequence: _Sequence) -> InvalidInputError:
+    return InvalidInputError(
+        f"The model's probabilities for token {len(sequence.tokens)} of sample {sequence.index} are not finite; the "
+        "weights are broken, most likely by training with too high a learning rate. Sample from an earlier checkpoint.",
+        field="model",
+    )
+
+
+def _response(request: _Request) -> SampleResponse:
+    scores = request.scores
+    return SampleResponse(
+        sequences=[_sampled(sequence) for sequence in request.samples],
+        prompt_logprobs_np=scores.logprobs,
+        topk_prompt_logprobs_np=scores.topk,
+        target_prompt_logprobs=scores.targets_result(),
+        prompt_cache_hit_tokens=request.num_cache_hits,
+        prompt_alt_tokens=scores.alternatives_result(),
+    )
+
+
+def _sampled(sequence: _Sequence) -> SampledSequence:
+    assert sequence.stop_reason is not None
+    count = sequence.request.work.topk_sample_logprobs
+    return SampledSequence(
+        stop_reason=sequence.stop_reason,
+        tokens_np=np.array(sequence.tokens, np.int32),
+        logprobs_np=np.array(sequence.logprobs, np.float32),
+        topk_logprobs_np=TopkLogprobs.from_lists(list(sequence.topk)) if count and sequence.topk else None,
+    )

@@ -1,0 +1,61 @@
+"""AdamW on the flat buffers of an adapter, step for step as torch.optim.AdamW with clip_grad_norm_."""
+
+from __future__ import annotations
+
+import math
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.engine.adapters import Adapter
+from tinsmith.types import AdamParams
+
+
+def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
+    """Use up the accumulated gradient; returns its norm before clipping.
+
+    Without a gradient the step is that of a zero gradient: momentum and weight decay go on, as in torch.
+    """
+    check_adam_params(params)
+    norm = float(adapter.gradient.norm())
+    if not math.isfinite(norm):
+        adapter.clear_gradient()
+        raise InvalidInputError(
+            f"The accumulated gradient has the norm {norm}; it was discarded and the weights are unchanged. Check the "
+            "weights and advantages of the data for extreme values.",
+            field="gradient",
+            value=norm,
+        )
+    if params.grad_clip_norm > 0:
+        adapter.gradient.mul_(min(1.0, params.grad_clip_norm / (norm + 1e-6)))
+    _update(adapter, params)
+    adapter.weights_changed()
+    adapter.clear_gradient()
+    return {"grad_norm": norm}
+
+
+def _update(adapter: Adapter, params: AdamParams) -> None:
+    adapter.step += 1
+    correction1 = 1 - params.beta1**adapter.step
+    correction2 = 1 - params.beta2**adapter.step
+    gradient, weights = adapter.gradient, adapter.weights
+    adapter.exp_avg.lerp_(gradient, 1 - params.beta1)
+    adapter.exp_avg_sq.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
+    denominator = adapter.exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
+    weights.mul_(1 - params.learning_rate * params.weight_decay)
+    weights.addcdiv_(adapter.exp_avg, denominator, value=-params.learning_rate / correction1)
+
+
+def check_adam_params(params: AdamParams) -> None:
+    for name, remedy, is_good in (
+        ("learning_rate", "0 or more", params.learning_rate >= 0),
+        ("beta1", "at least 0 and below 1", 0 <= params.beta1 < 1),
+        ("beta2", "at least 0 and below 1", 0 <= params.beta2 < 1),
+        # Weights whose gradient was always zero would be divided by zero.
+        ("eps", "greater than 0", params.eps > 0),
+        ("weight_decay", "0 or more", params.weight_decay >= 0),
+        ("grad_clip_norm", "a number; 0 means no limit", True),
+    ):
+        value = getattr(params, name)
+        if not (is_good and math.isfinite(value)):
+            raise InvalidInputError(
+                f"{name} is {value}; it must be {remedy}.", field=f"adam_params.{name}", value=value
+            )

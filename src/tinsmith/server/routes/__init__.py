@@ -1,0 +1,28 @@
+"""The API, one file per noun and one short function per endpoint: decode, check, store, reply."""
+
+from __future__ import annotations
+
+from tinsmith.server.routes import (
+    admin,
+    checkpoints,
+    futures,
+    models,
+    runs,
+    sampling,
+    service,
+    sessions,
+    training,
+)
+from tinsmith.server.routes._call import Endpoint
+
+ENDPOINTS: tuple[Endpoint, ...] = (
+    *service.ENDPOINTS,
+    *sessions.ENDPOINTS,
+    *models.ENDPOINTS,
+    *training.ENDPOINTS,
+    *sampling.ENDPOINTS,
+    *futures.ENDPOINTS,
+    *runs.ENDPOINTS,
+    *checkpoints.ENDPOINTS,
+    *admin.ENDPOINTS,
+)

@@ -1,0 +1,176 @@
+"""One request on its way through an endpoint: who asks, what was sent, and the services that answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tinsmith.errors import APIStatusError, InvalidInputError, ResponseSummary, status_error_class
+from tinsmith.server.auth import Authority, Caller
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.checks import ModelFacts
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.routes._intake import Intake
+from tinsmith.server.store import Store
+from tinsmith.server.waiting import Waiting, Workers
+from tinsmith.types._model import Model
+from tinsmith.wire import json
+
+M = TypeVar("M", bound=Model)
+P = ParamSpec("P")
+T = TypeVar("T")
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+_SMALL_BODY_BYTES = 4 * 2**20
+_WORTH_A_THREAD = 64 * 1024
+"""Bytes above which decoding would hold up the other requests for a millisecond or more."""
+
+_WINDOW_BYTES = 8 * 2**20
+"""What a zstd decoder should support, by RFC 8878; a frame that wants more memory than this is refused."""
+
+
+def status_error(status: int, detail: str, headers: Mapping[str, str] | None = None) -> APIStatusError:
+    """The error that becomes an answer with this status."""
+    return status_error_class(status)(detail, ResponseSummary(status, headers or {}))
+
+
+@dataclass(frozen=True)
+class Services:
+    """What every endpoint may use."""
+
+    config: ServerConfig
+    store: Store
+    models: Mapping[str, ModelFacts]
+    workers: Workers
+    authority: Authority
+    waiting: Waiting
+    folders: CheckpointFolders
+    intake: Intake
+    storing: Executor
+    decoding: Executor
+
+
+@dataclass(frozen=True)
+class Call:
+    request: Request
+    caller: Caller
+    services: Services
+
+    @property
+    def owner(self) -> str:
+        return self.caller.owner
+
+    @property
+    def store(self) -> Store:
+        return self.services.store
+
+    def part(self, name: str) -> str:
+        """A part of the path."""
+        return str(self.request.path_params[name])
+
+    async def stored(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a call of the store (or anything else that blocks) in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.services.storing, lambda: work(*args, **kwargs))
+
+    async def decoded(self, decode: Callable[[bytes], T], body: bytes) -> T:
+        """Decode here, or in a thread if it would take long."""
+        if len(body) < _WORTH_A_THREAD:
+            return decode(body)
+        return await asyncio.get_running_loop().run_in_executor(self.services.decoding, decode, body)
+
+    async def read(self, cls: type[M], limit: int = _SMALL_BODY_BYTES) -> M:
+        """The JSON body as an object of this class."""
+        body = await self.json_body(limit)
+        return await self.decoded(lambda data: decode_json(cls, data), body)
+
+    async def json_body(self, limit: int = _SMALL_BODY_BYTES) -> bytes:
+        self.expect_type(JSON)
+        return await self.body(limit, limit)
+
+    def expect_type(self, *legal: str) -> str:
+        """The content type, which must be one of these; none at all counts as the first."""
+        sent = self.request.headers.get("content-type", legal[0]).partition(";")[0].strip().lower()
+        if sent not in legal:
+            raise status_error(415, f"The content type {sent!r} is not understood here; send {' or '.join(legal)}.")
+        return sent
+
+    async def body(self, limit: int, inflated_limit: int) -> bytes:
+        raw = await _read(self.request, limit)
+        encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
+        if encoding == "identity":
+            return raw
+        if encoding != "zstd":
+            raise status_error(415, f"The content encoding {encoding!r} is not understood; send zstd or none.")
+        return await self.decoded(lambda data: _inflated(data, inflated_limit), raw)
+
+
+class Endpoint(NamedTuple):
+    """One line of the API: where it is, what answers it, and what goes in and out."""
+
+    method: str
+    path: str
+    answer: Callable[[Call], Awaitable[Response]]
+    takes: type[Model] | None = None
+    gives: Any = None
+    is_open: bool = False
+    """Whether it answers without a key."""
+
+
+def decode_json(cls: type[M], body: bytes) -> M:
+    try:
+        return json.decode(cls, body)
+    except RecursionError:
+        raise InvalidInputError("The JSON body is nested too deeply.", field="body") from None
+
+
+def reply(value: Model, status: int = 200) -> Response:
+    return Response(json.encode(value), status, media_type=JSON)
+
+
+def reply_plain(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(json.encode(value), status, headers, media_type=JSON)
+
+
+def nothing() -> Response:
+    return Response(status_code=204)
+
+
+async def _read(request: Request, limit: int) -> bytes:
+    """The body, as far as the limit allows: what is larger is refused before it takes memory."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(int(declared), limit)
+    body = bytearray()
+    stream: AsyncIterator[bytes] = request.stream()
+    async for piece in stream:
+        if len(body) + len(piece) > limit:
+            raise _too_large(len(body) + len(piece), limit)
+        body += piece
+    return bytes(body)
+
+
+def _too_large(size: int, limit: int) -> APIStatusError:
+    return status_error(413, f"The body has {size:,} bytes or more; at most {limit:,} are accepted. Send it in parts.")
+
+
+def _inflated(body: bytes, limit: int) -> bytes:
+    """At most `limit` bytes are made of a frame, whatever it claims or holds."""
+    import zstandard
+
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(body) as reader:
+            content: bytes = reader.read(limit + 1)
+    except zstandard.ZstdError as error:
+        raise status_error(400, f"The body is not a zstd frame: {error}") from None
+    if len(content) > limit:
+        raise status_error(413, f"The body inflates to more than {limit:,} bytes. Send it in parts.")
+    return content

@@ -1,0 +1,60 @@
+"""Looking up what a request names. What belongs to somebody else does not exist."""
+
+from __future__ import annotations
+
+from tinsmith.server.routes._call import Call, status_error
+from tinsmith.server.store.records import Checkpoint, CheckpointKey, CheckpointKind, Model, Sampler, Session
+from tinsmith.types import ParsedCheckpointTinkerPath
+
+KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights", "external_weights")
+
+
+async def session_named(call: Call, session_id: str) -> Session:
+    session = await call.stored(call.store.sessions.get, session_id, call.owner)
+    if session is None:
+        raise status_error(404, f"There is no session {session_id!r}.")
+    return session
+
+
+async def open_session(call: Call, session_id: str) -> Session:
+    session = await session_named(call, session_id)
+    if session.state != "active":
+        raise status_error(410, f"The session {session_id!r} has ended. Create a new ServiceClient.")
+    return session
+
+
+async def model_named(call: Call, model_id: str) -> Model:
+    model = await call.stored(call.store.models.get, model_id, call.owner)
+    if model is None:
+        raise status_error(404, f"There is no model {model_id!r}.")
+    return model
+
+
+async def sampler_named(call: Call, sampler_id: str) -> Sampler:
+    sampler = await call.stored(call.store.samplers.get, sampler_id, call.owner)
+    if sampler is None:
+        raise status_error(404, f"There is no sampling session {sampler_id!r}.")
+    return sampler
+
+
+def key_of(tinker_path: str) -> CheckpointKey:
+    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+    segment, _, name = parsed.checkpoint_id.partition("/")
+    kind = next(kind for kind in KINDS if kind == segment)
+    return CheckpointKey(run_id=parsed.training_run_id, kind=kind, name=name)
+
+
+async def find_checkpoint(call: Call, key: CheckpointKey, access_token: str | None = None) -> Checkpoint | None:
+    """A checkpoint that the caller, or the owner of the access token, may read."""
+    found = await call.stored(call.store.checkpoints.get, key, call.owner)
+    if found is None and access_token:
+        other = await call.stored(call.services.authority.identify, access_token)
+        found = other and await call.stored(call.store.checkpoints.get, key, other.owner)
+    return found
+
+
+async def checkpoint_at(call: Call, tinker_path: str, access_token: str | None = None) -> Checkpoint:
+    found = await find_checkpoint(call, key_of(tinker_path), access_token)
+    if found is None:
+        raise status_error(404, f"There is no checkpoint {tinker_path}.")
+    return found

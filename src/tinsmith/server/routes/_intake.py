@@ -1,0 +1,61 @@
+"""Submissions that arrive together are written together: the wait for the disk is the same for one as for many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeAlias
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.records import Enqueued, Submission
+
+_MAX_TOGETHER = 256
+
+Write: TypeAlias = Callable[[Sequence[Submission]], Awaitable[list[Enqueued]]]
+_Arrival: TypeAlias = tuple[Submission, asyncio.Future[Enqueued]]
+
+
+class Intake:
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._arrived: list[_Arrival] = []
+        self._writer: asyncio.Task[None] | None = None
+
+    async def add(self, submission: Submission) -> Enqueued:
+        """Returns when the submission outlives a power cut."""
+        future: asyncio.Future[Enqueued] = asyncio.get_running_loop().create_future()
+        self._arrived.append((submission, future))
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_all())
+        return await future
+
+    async def _write_all(self) -> None:
+        """Whatever arrives while one batch is being written makes up the next one."""
+        try:
+            while self._arrived:
+                batch, self._arrived = self._arrived[:_MAX_TOGETHER], self._arrived[_MAX_TOGETHER:]
+                await self._write_batch(batch)
+        finally:
+            self._writer = None
+
+    async def _write_batch(self, batch: list[_Arrival]) -> None:
+        try:
+            answers = await self._write([submission for submission, _ in batch])
+        except InvalidInputError as error:
+            if len(batch) == 1:
+                _fail(batch, error)
+                return
+            for arrival in batch:  # only the one that cannot be stored is to blame
+                await self._write_batch([arrival])
+        except Exception as error:  # noqa: BLE001 - it belongs to those who wait
+            _fail(batch, error)
+        else:
+            for (_, future), answer in zip(batch, answers, strict=True):
+                if not future.done():
+                    future.set_result(answer)
+
+
+def _fail(batch: list[_Arrival], error: Exception) -> None:
+    for _, future in batch:
+        if not future.done():
+            future.set_exception(error)

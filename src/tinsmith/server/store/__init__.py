@@ -1,0 +1,44 @@
+"""Where the server's processes meet: jobs, models, samplers, checkpoints, sessions and keys, in SQLite or PostgreSQL.
+
+Every SQL statement of the server is in this package. Calls are synchronous, may come from any thread, and are one short
+transaction each; what comes out are frozen records. What belongs to somebody is found only by its owner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+
+from tinsmith.server.store.audit import Audit
+from tinsmith.server.store.checkpoints import Checkpoints
+from tinsmith.server.store.database import Database, utc_now
+from tinsmith.server.store.jobs import Jobs
+from tinsmith.server.store.keys import LOCAL_OWNER, Keys
+from tinsmith.server.store.models import Models
+from tinsmith.server.store.results import Results
+from tinsmith.server.store.samplers import Losses, Samplers
+from tinsmith.server.store.sessions import Sessions
+
+__all__ = ["LOCAL_OWNER", "Store"]
+
+
+class Store:
+    """Opens the database at `url`, made or brought up to date where necessary.
+
+    `url` is `sqlite:////absolute/path/tinsmith.db` or `postgresql://user:password@host/database`.
+    """
+
+    def __init__(self, url: str, *, now: Callable[[], datetime] = utc_now) -> None:
+        self._database = Database(url, now)
+        self.sessions = Sessions(self._database)
+        self.models = Models(self._database)
+        self.samplers = Samplers(self._database)
+        self.losses = Losses(self._database)
+        self.jobs = Jobs(self._database)
+        self.results = Results(self._database)
+        self.checkpoints = Checkpoints(self._database)
+        self.keys = Keys(self._database)
+        self.audit = Audit(self._database)
+
+    def close(self) -> None:
+        self._database.close()

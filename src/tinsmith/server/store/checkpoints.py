@@ -1,0 +1,171 @@
+"""Checkpoints: what was saved, under which name, whose it is and how long it is kept. The files are elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from datetime import datetime
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.models import lora, lora_values
+from tinsmith.server.store.records import Checkpoint, CheckpointKey, CheckpointKind, NewCheckpoint, Page, Storage
+from tinsmith.server.store.schema import checkpoints, models, sessions
+
+_NEWEST_FIRST = (checkpoints.c.created.desc(), checkpoints.c.run_id, checkpoints.c.kind, checkpoints.c.name)
+
+
+class Checkpoints:
+    """One past its time is treated as gone, although its row waits for `expired` and `delete`."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def save(self, checkpoint: NewCheckpoint, *, overwrite: bool = False) -> Checkpoint:
+        """Enter a checkpoint whose files are in place.
+
+        A name that is taken is refused, unless `overwrite` says to replace it (metadata and time to live included, and
+        it is no longer public) or the same job wrote it before.
+        """
+
+        def write(connection: sa.Connection) -> Checkpoint:
+            kept = connection.execute(self._of(checkpoint.key).with_for_update()).one_or_none()
+            if kept is not None and kept.request_id == checkpoint.request_id:
+                return _checkpoint(kept)
+            if kept is not None and not overwrite:
+                raise InvalidInputError(
+                    f"{checkpoint.key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
+                    field="path",
+                    value=checkpoint.key.name,
+                )
+            connection.execute(sa.delete(checkpoints).where(_is(checkpoint.key)))
+            connection.execute(sa.insert(checkpoints), self._values(checkpoint))
+            return _checkpoint(connection.execute(self._of(checkpoint.key)).one())
+
+        return self._database.write(write)
+
+    def get(self, key: CheckpointKey, reader: str) -> Checkpoint | None:
+        """A checkpoint that this reader owns or that was published."""
+        query = self._of(key).where(sa.or_(checkpoints.c.owner == reader, checkpoints.c.public))
+        return self._database.first(query, _checkpoint)
+
+    def page(self, owner: str, *, limit: int, offset: int = 0) -> Page[Checkpoint]:
+        """Everything an owner has, newest first."""
+        condition = sa.and_(checkpoints.c.owner == owner, self._is_kept())
+        page = sa.select(checkpoints).where(condition).order_by(*_NEWEST_FIRST).limit(limit).offset(offset)
+        total = sa.select(sa.func.count()).select_from(checkpoints).where(condition)
+        return self._database.read(
+            lambda connection: Page(
+                items=[_checkpoint(row) for row in connection.execute(page)], total=connection.scalar(total) or 0
+            )
+        )
+
+    def of_run(self, run_id: str, reader: str) -> list[Checkpoint]:
+        """Those of a training run that the reader may see, newest first."""
+        query = (
+            sa.select(checkpoints)
+            .where(checkpoints.c.run_id == run_id, self._is_kept())
+            .where(sa.or_(checkpoints.c.owner == reader, checkpoints.c.public))
+            .order_by(*_NEWEST_FIRST)
+        )
+        return self._database.all(query, _checkpoint)
+
+    def latest(self, run_ids: Collection[str], kind: CheckpointKind, reader: str) -> dict[str, Checkpoint]:
+        """The newest one of a kind for each run that has one the reader may see."""
+        place = sa.func.row_number().over(partition_by=checkpoints.c.run_id, order_by=_NEWEST_FIRST).label("place")
+        ranked = (
+            sa.select(checkpoints, place)
+            .where(checkpoints.c.run_id.in_(run_ids), checkpoints.c.kind == kind, self._is_kept())
+            .where(sa.or_(checkpoints.c.owner == reader, checkpoints.c.public))
+            .subquery()
+        )
+        query = sa.select(ranked).where(ranked.c.place == 1)
+        return self._database.read(lambda c: {row.run_id: _checkpoint(row) for row in c.execute(query)})
+
+    def set_public(self, key: CheckpointKey, owner: str, public: bool) -> Literal["changed", "unchanged"] | None:
+        """Publish or withdraw; `None` if the owner has no such checkpoint."""
+        mine = sa.and_(_is(key), checkpoints.c.owner == owner, self._is_kept())
+
+        def write(connection: sa.Connection) -> Literal["changed", "unchanged"] | None:
+            change = sa.update(checkpoints).where(mine, checkpoints.c.public != public).values(public=public)
+            if connection.execute(change).rowcount:
+                return "changed"
+            return "unchanged" if connection.execute(sa.select(checkpoints.c.name).where(mine)).first() else None
+
+        return self._database.write(write)
+
+    def set_expiry(self, key: CheckpointKey, owner: str, expires: datetime | None) -> bool:
+        """Keep until then, or for ever; False if the owner has no such checkpoint."""
+        update = sa.update(checkpoints).where(_is(key), checkpoints.c.owner == owner, self._is_kept())
+        return self._database.write(lambda c: c.execute(update.values(expires=expires)).rowcount > 0)
+
+    def delete(self, key: CheckpointKey, owner: str) -> bool:
+        """Forget a checkpoint (its files are the caller's to remove); False if the owner has no such one."""
+        statement = sa.delete(checkpoints).where(_is(key), checkpoints.c.owner == owner)
+        return self._database.write(lambda connection: connection.execute(statement).rowcount > 0)
+
+    def expired(self, limit: int = 100) -> list[Checkpoint]:
+        """Those whose time is over: remove their files, then `delete` them."""
+        query = sa.select(checkpoints).where(checkpoints.c.expires <= self._database.now())
+        page = query.order_by(checkpoints.c.expires).limit(limit)
+        return self._database.all(page, _checkpoint)
+
+    def storage(self, owner: str) -> list[Storage]:
+        """What an owner keeps, by project."""
+        size = sa.cast(sa.func.sum(checkpoints.c.size_bytes), sa.BigInteger).label("size_bytes")
+        query = (
+            sa.select(sessions.c.project_id, sa.func.count().label("count"), size)
+            .select_from(
+                checkpoints.outerjoin(models, models.c.model_id == checkpoints.c.run_id).outerjoin(
+                    sessions, sessions.c.session_id == models.c.session_id
+                )
+            )
+            .where(checkpoints.c.owner == owner, self._is_kept())
+            .group_by(sessions.c.project_id)
+            .order_by(sessions.c.project_id)
+        )
+        return self._database.all(query, lambda row: Storage(**row._mapping))
+
+    def _of(self, key: CheckpointKey) -> sa.Select[Any]:
+        return sa.select(checkpoints).where(_is(key), self._is_kept())
+
+    def _is_kept(self) -> sa.ColumnElement[bool]:
+        return sa.or_(checkpoints.c.expires.is_(None), checkpoints.c.expires > self._database.now())
+
+    def _values(self, checkpoint: NewCheckpoint) -> dict[str, Any]:
+        return {
+            "run_id": checkpoint.key.run_id,
+            "kind": checkpoint.key.kind,
+            "name": checkpoint.key.name,
+            "owner": checkpoint.owner,
+            "base_model": checkpoint.base_model,
+            **lora_values(checkpoint.lora),
+            "optimizer_config": checkpoint.optimizer_config,
+            "user_metadata": checkpoint.user_metadata,
+            "size_bytes": checkpoint.size_bytes,
+            "request_id": checkpoint.request_id,
+            "created": self._database.now(),
+            "expires": checkpoint.expires,
+        }
+
+
+def _is(key: CheckpointKey) -> sa.ColumnElement[bool]:
+    return sa.and_(checkpoints.c.run_id == key.run_id, checkpoints.c.kind == key.kind, checkpoints.c.name == key.name)
+
+
+def _checkpoint(row: Row) -> Checkpoint:
+    return Checkpoint(
+        key=CheckpointKey(run_id=row.run_id, kind=row.kind, name=row.name),
+        owner=row.owner,
+        base_model=row.base_model,
+        lora=lora(row),
+        optimizer_config=row.optimizer_config,
+        size_bytes=row.size_bytes,
+        request_id=row.request_id,
+        user_metadata=row.user_metadata,
+        public=row.public,
+        created=row.created,
+        expires=row.expires,
+    )

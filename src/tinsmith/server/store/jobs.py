@@ -1,0 +1,312 @@
+"""The life of a job: queued, claimed by a worker, done, failed or cancelled."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import sqlalchemy as sa
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.models import insert_model
+from tinsmith.server.store.outcomes import outcome_values, result_values
+from tinsmith.server.store.queue import Queue
+from tinsmith.server.store.records import (
+    Cancelled,
+    Done,
+    Enqueued,
+    Job,
+    Lane,
+    NewJob,
+    NewModel,
+    Outcome,
+    QueueDepth,
+    Submission,
+)
+from tinsmith.server.store.schema import jobs, payloads, results, streams, turns
+
+# Written out rather than bound, because that is how the databases see that a partial index applies.
+_QUEUED = jobs.c.state == sa.literal_column("'queued'")
+_RUNNING = jobs.c.state == sa.literal_column("'running'")
+
+
+def _ready(table: Any) -> sa.ColumnElement[bool]:
+    return sa.and_(
+        table.c.base_model == sa.bindparam("base_model"),
+        table.c.lane == sa.bindparam("lane"),
+        table.c.state == sa.literal_column("'queued'"),
+        table.c.turn.is_not(None),
+    )
+
+
+def _owners_with_work() -> sa.Select[str]:
+    """Every owner once, each found by one step in the index however many jobs the owner has."""
+    found = sa.select(sa.func.min(jobs.c.owner).label("owner")).where(_ready(jobs)).cte("found", recursive=True)
+    later = jobs.alias()
+    following = sa.select(sa.func.min(later.c.owner)).where(_ready(later), later.c.owner > found.c.owner)
+    found = found.union_all(sa.select(following.scalar_subquery()).where(found.c.owner.is_not(None)))
+    return sa.select(found.c.owner).where(found.c.owner.is_not(None))
+
+
+_OWNERS = _owners_with_work()
+_PICK = (
+    sa.select(jobs.c.request_id, jobs.c.turn)
+    .where(_ready(jobs), jobs.c.owner == sa.bindparam("owner"))
+    .order_by(jobs.c.turn, jobs.c.created, jobs.c.request_id)
+    .limit(sa.bindparam("share"))
+    .offset(sa.bindparam("skip"))
+    .with_for_update()
+)
+_START = (
+    sa.update(jobs)
+    .where(jobs.c.request_id.in_(sa.bindparam("picked", expanding=True)))
+    .values(state="running", worker=sa.bindparam("by"), started=sa.bindparam("now"))
+)
+_JOB_COLUMNS = (
+    *(jobs.c[name] for name in ("request_id", "kind", "owner", "session_id", "base_model", "model_id", "sampler_id")),
+    jobs.c.seq_id,
+    jobs.c.size,
+    jobs.c.created,
+    payloads.c.data.label("payload"),
+)
+_LOAD = sa.select(*_JOB_COLUMNS).join(payloads).where(jobs.c.request_id.in_(sa.bindparam("picked", expanding=True)))
+
+_LOCK_STREAMS = (
+    sa.select(streams.c.stream, streams.c.done_serial)
+    .where(streams.c.stream.in_(sa.bindparam("ids", expanding=True)))
+    .order_by(streams.c.stream)
+    .with_for_update()
+)
+_SETTLE = (
+    sa.update(jobs)
+    .where(jobs.c.request_id == sa.bindparam("id"))
+    .values({name: sa.bindparam(name) for name in ("state", "error", "category", "finished", "done_serial")})
+)
+_SET_SERIAL = (
+    sa.update(streams).where(streams.c.stream == sa.bindparam("id")).values(done_serial=sa.bindparam("serial"))
+)
+
+
+class Jobs:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queue = Queue(database)
+        insert_turn = database.insert(turns)
+        self._advance_turn = insert_turn.on_conflict_do_update(
+            index_elements=["base_model", "lane", "owner"],
+            set_={"turn": insert_turn.excluded.turn},
+            where=turns.c.turn < insert_turn.excluded.turn,
+        )
+        self._last_owner: dict[tuple[str, Lane], str] = {}
+
+    # Submitting
+
+    def enqueue(self, job: NewJob, *, outcome: Outcome | None = None, model: NewModel | None = None) -> Enqueued:
+        """Write a submission down; when this returns, it outlives a power cut.
+
+        A number that was submitted before finds its first submission, and nothing changes. With an `outcome` the job
+        is over on arrival, its number used up: that is how a refused submission is recorded. `model` is what a
+        `create_model` job creates.
+        """
+        return self.enqueue_many([Submission(job=job, outcome=outcome, model=model)])[0]
+
+    def enqueue_many(self, submissions: Sequence[Submission]) -> list[Enqueued]:
+        """The same for several at once, of any owners and streams: they share the wait for the disk."""
+        for submission in submissions:
+            if submission.outcome is None and submission.job.base_model is None:
+                raise InvalidInputError("A job without a base model has no worker.", field="base_model")
+        return self._database.write(lambda connection: self._add_all(connection, submissions))
+
+    def _add_all(self, connection: sa.Connection, submissions: Sequence[Submission]) -> list[Enqueued]:
+        now = self._database.now()
+        answers: dict[int, Enqueued] = {}
+        # Sorted, so that two transactions lock the rows of their streams in the same order.
+        for place, submission in sorted(enumerate(submissions), key=lambda item: item[1].job.stream):
+            answers[place] = self._queue.add(connection, submission.job, submission.outcome, now)
+            if submission.model is not None and answers[place].is_new:
+                insert_model(self._database, connection, submission.model, now)
+        return [answers[place] for place in range(len(submissions))]
+
+    # Working
+
+    def claim(self, base_model: str, worker: str, lane: Lane, limit: int) -> list[Job]:
+        """Take up to `limit` jobs that may run, marked as running for this worker.
+
+        A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
+        and within an owner the streams take turns. One worker at a time claims for a base model.
+        """
+        return self._database.write(lambda c: self._claim(c, base_model, worker, lane, limit), durable=False)
+
+    def _claim(self, connection: sa.Connection, base_model: str, worker: str, lane: Lane, limit: int) -> list[Job]:
+        reached = self._pick(connection, base_model, lane, limit)
+        if not reached:
+            return []
+        picked = list(reached)
+        connection.execute(_START, {"picked": picked, "by": worker, "now": self._database.now()})
+        loaded = {row.request_id: _job(row) for row in connection.execute(_LOAD, {"picked": picked})}
+        claimed = [loaded[request_id] for request_id in picked]
+        clock: dict[str, int] = {}
+        for job in claimed:
+            clock[job.owner] = max(clock.get(job.owner, 0), reached[job.request_id])
+        connection.execute(
+            self._advance_turn,
+            [
+                {"base_model": base_model, "lane": lane, "owner": owner, "turn": turn}
+                for owner, turn in sorted(clock.items())
+            ],
+        )
+        return claimed
+
+    def _pick(self, connection: sa.Connection, base_model: str, lane: Lane, limit: int) -> dict[str, int]:
+        """Requests and their turns: rounds over the owners, equal parts each round, until the limit or the end."""
+        where = {"base_model": base_model, "lane": lane}
+        owners = self._rotated(base_model, lane, sorted(connection.scalars(_OWNERS, where)))
+        taken = dict.fromkeys(owners, 0)
+        picked: dict[str, int] = {}
+        while owners and len(picked) < limit:
+            share = math.ceil((limit - len(picked)) / len(owners))
+            unexhausted = []
+            for owner in owners[: limit - len(picked)]:
+                part = {"owner": owner, "share": min(share, limit - len(picked)), "skip": taken[owner]}
+                rows = connection.execute(_PICK, {**where, **part}).all()
+                picked.update((row.request_id, row.turn) for row in rows)
+                taken[owner] += len(rows)
+                self._last_owner[base_model, lane] = owner
+                if len(rows) == share:
+                    unexhausted.append(owner)
+            owners = unexhausted
+        return picked
+
+    def _rotated(self, base_model: str, lane: Lane, owners: list[str]) -> list[str]:
+        """Begin after the owner who came last, so that nobody is left out for ever when the limit is small."""
+        start = bisect_right(owners, self._last_owner.get((base_model, lane), ""))
+        return owners[start:] + owners[:start]
+
+    def complete(self, worker: str, outcomes: Mapping[str, Outcome]) -> list[str]:
+        """Record what became of claimed jobs, in one transaction, and give back the ids that were accepted.
+
+        A job that is no longer this worker's (it was taken for dead, and its jobs went to another) is left alone.
+        """
+        mine = sa.and_(_RUNNING, jobs.c.worker == worker)
+        return self._database.write(lambda connection: self._settle(connection, outcomes, mine), durable=False)
+
+    def requeue(self, base_model: str) -> int:
+        """Put back whatever a dead worker had claimed, in its old place; gives back the number of jobs."""
+        return self._database.write(lambda connection: self._requeue(connection, base_model))
+
+    def _requeue(self, connection: sa.Connection, base_model: str) -> int:
+        lost = sa.and_(_RUNNING, jobs.c.base_model == base_model)
+        unwanted = connection.scalars(sa.select(jobs.c.request_id).where(lost, jobs.c.cancel_asked)).all()
+        self._settle(connection, dict.fromkeys(unwanted, Cancelled()), lost)
+        return connection.execute(
+            sa.update(jobs).where(lost).values(state="queued", worker=None, started=None)
+        ).rowcount
+
+    def cancel(self, request_id: str, owner: str) -> Literal["cancelled", "asked", "finished"] | None:
+        """Cancel a queued job at once and ask the worker of a running one; `None` if there is no such job."""
+        return self._database.write(lambda connection: self._cancel(connection, request_id, owner))
+
+    def _cancel(
+        self, connection: sa.Connection, request_id: str, owner: str
+    ) -> Literal["cancelled", "asked", "finished"] | None:
+        mine = sa.and_(jobs.c.request_id == request_id, jobs.c.owner == owner)
+        if self._settle(connection, {request_id: Cancelled()}, sa.and_(mine, _QUEUED)):
+            return "cancelled"
+        if connection.execute(sa.update(jobs).where(mine, _RUNNING).values(cancel_asked=True)).rowcount:
+            return "asked"
+        return "finished" if connection.scalar(sa.select(sa.literal(1)).select_from(jobs).where(mine)) else None
+
+    def cancel_asked(self, base_model: str, worker: str) -> list[str]:
+        """The jobs of this worker whose clients have lost interest."""
+        query = sa.select(jobs.c.request_id).where(
+            _RUNNING, jobs.c.base_model == base_model, jobs.c.worker == worker, jobs.c.cancel_asked
+        )
+        return self._database.all(query, lambda row: row.request_id)
+
+    def _settle(
+        self, connection: sa.Connection, outcomes: Mapping[str, Outcome], condition: sa.ColumnElement[bool]
+    ) -> list[str]:
+        """Give jobs their outcomes if they still meet the condition.
+
+        The serial of a finished job rises within its stream. It is drawn under the lock of the stream's row: whoever
+        has seen a serial has seen all lower ones.
+        """
+        if not outcomes:
+            return []
+        names = sorted({request_id.rpartition(":")[0] for request_id in outcomes})
+        serials: dict[str, int] = {
+            row.stream: row.done_serial for row in connection.execute(_LOCK_STREAMS, {"ids": names})
+        }
+        rows = connection.execute(
+            sa.select(jobs.c.request_id, jobs.c.stream, jobs.c.lane)
+            .where(jobs.c.request_id.in_(list(outcomes)), condition)
+            .with_for_update()
+        ).all()
+        if not rows:
+            return []
+        now = self._database.now()
+        settled = []
+        for row in rows:
+            serials[row.stream] += 1
+            settled.append({"id": row.request_id, **outcome_values(outcomes[row.request_id], now, serials[row.stream])})
+        connection.execute(_SETTLE, settled)
+        connection.execute(
+            _SET_SERIAL, [{"id": name, "serial": serials[name]} for name in {row.stream for row in rows}]
+        )
+        self._keep_bytes(connection, outcomes, rows)
+        return [row.request_id for row in rows]
+
+    def _keep_bytes(self, connection: sa.Connection, outcomes: Mapping[str, Outcome], rows: Sequence[Row]) -> None:
+        """Results are kept, and the payloads of training that changed a model: they may have to be replayed."""
+        done = {row.request_id: outcome for row in rows if isinstance(outcome := outcomes[row.request_id], Done)}
+        if done:
+            connection.execute(sa.insert(results), [result_values(*item) for item in done.items()])
+        spent = [row.request_id for row in rows if row.lane == "sample" or row.request_id not in done]
+        if spent:
+            connection.execute(sa.delete(payloads).where(payloads.c.request_id.in_(spent)))
+
+    # Replaying
+
+    def history(self, model_id: str, after_seq: int, limit: int) -> list[Job]:
+        """The training jobs of a model that were done after number `after_seq`, in order, as far as not forgotten."""
+        query = (
+            sa.select(*_JOB_COLUMNS)
+            .join(payloads)
+            .where(jobs.c.stream == model_id, jobs.c.seq_id > after_seq, jobs.c.state == "done")
+            .order_by(jobs.c.seq_id)
+            .limit(limit)
+        )
+        return self._database.all(query, _job)
+
+    def forget_payloads(self, model_id: str, upto_seq: int) -> None:
+        """Training up to this number, inclusive, is in a snapshot and need not be replayed."""
+        over = sa.select(jobs.c.request_id).where(
+            jobs.c.stream == model_id, jobs.c.seq_id <= upto_seq, jobs.c.finished.is_not(None)
+        )
+        delete = sa.delete(payloads).where(payloads.c.request_id.in_(over))
+        self._database.write(lambda connection: connection.execute(delete), durable=False)
+
+    # Watching
+
+    def depths(self) -> list[QueueDepth]:
+        """What waits and what runs, by base model and kind."""
+        group = (jobs.c.base_model, jobs.c.kind, jobs.c.state)
+        query = (
+            sa.select(
+                *group,
+                sa.func.count().label("count"),
+                sa.cast(sa.func.sum(jobs.c.size), sa.BigInteger).label("size"),
+                sa.func.min(jobs.c.created, type_=jobs.c.created.type).label("oldest"),
+            )
+            .where(jobs.c.finished.is_(None))
+            .group_by(*group)
+            .order_by(*group)
+        )
+        return self._database.all(query, lambda row: QueueDepth(**row._mapping))
+
+
+def _job(row: Row) -> Job:
+    return Job(**row._mapping)

@@ -1,0 +1,82 @@
+"""API keys. The store keeps a hash: keys are long and random, so a plain SHA-256 cannot be turned back."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+import sqlalchemy as sa
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.records import ApiKey, NewKey
+from tinsmith.server.store.schema import keys
+
+LOCAL_OWNER = "local"
+"""Owns everything on a server without keys."""
+
+_PREFIX = 8  # hexadecimal digits of the hash by which rows are looked up; the rest is compared in constant time
+_COLUMNS = [keys.c[name] for name in ("key_id", "owner", "name", "note", "hint", "created", "revoked")]
+
+
+class Keys:
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def create(self, owner: str, name: str, note: str = "") -> NewKey:
+        """A new random key; this is the only time it is shown."""
+        plain = f"tml-{secrets.token_urlsafe(32)}"
+        return NewKey(key=self.register(plain, name, owner=owner, note=note), plain=plain)
+
+    def register(self, plain: str, name: str, *, owner: str | None = None, note: str = "") -> ApiKey:
+        """Accept a key that was chosen elsewhere; its owner is its own unless said otherwise.
+
+        A key that is known already stays as it is, even if it was revoked.
+        """
+        digest = _hash(plain)
+        values = {
+            "prefix": digest[:_PREFIX],
+            "hash": digest,
+            "owner": owner or f"key-{digest[:12]}",
+            "name": name,
+            "note": note,
+            "hint": plain[-4:],
+            "created": self._database.now(),
+        }
+
+        def write(connection: sa.Connection) -> ApiKey:
+            connection.execute(self._database.insert(keys).on_conflict_do_nothing(), values)
+            return _key(connection.execute(sa.select(*_COLUMNS).where(keys.c.hash == digest)).one())
+
+        return self._database.write(write)
+
+    def verify(self, plain: str) -> ApiKey | None:
+        """The key as it is known, `None` if it is unknown or revoked."""
+        digest = _hash(plain)
+        query = sa.select(*_COLUMNS, keys.c.hash).where(keys.c.prefix == digest[:_PREFIX], keys.c.revoked.is_(None))
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return next((_key(row) for row in rows if hmac.compare_digest(row.hash, digest)), None)
+
+    def all(self, owner: str | None = None) -> list[ApiKey]:
+        """The keys of an owner, or all, oldest first, revoked ones included."""
+        query = sa.select(*_COLUMNS).order_by(keys.c.key_id)
+        if owner is not None:
+            query = query.where(keys.c.owner == owner)
+        return self._database.all(query, _key)
+
+    def revoke(self, key_id: int) -> bool:
+        """The key is refused from now on; False if there is no such key or it was revoked before."""
+        update = sa.update(keys).where(keys.c.key_id == key_id, keys.c.revoked.is_(None))
+        return self._database.write(lambda c: c.execute(update.values(revoked=self._database.now())).rowcount > 0)
+
+
+def _hash(plain: str) -> str:
+    try:
+        return hashlib.sha256(plain.encode()).hexdigest()
+    except UnicodeEncodeError:
+        raise InvalidInputError("An API key must be valid Unicode text.", field="api_key") from None
+
+
+def _key(row: Row) -> ApiKey:
+    return ApiKey(**{name: row._mapping[name] for name in ApiKey.__struct_fields__})

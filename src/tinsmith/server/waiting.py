@@ -1,0 +1,176 @@
+"""Long polls: one query answers everybody who waits.
+
+Whoever wants to know about a job, or about news of a sampling session, leaves a question here. A single task asks the
+store about all of them together: at once for new questions, as soon as a worker says that jobs are done, and every
+second in case a message was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+from tinsmith.server.store.records import Status
+
+log = logging.getLogger(__name__)
+
+_LOOK_AGAIN_SECONDS = 1.0
+
+T = TypeVar("T")
+Query: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
+"""What the store knows about these names; those it does not know are left out."""
+
+
+class Workers(Protocol):
+    """The processes that run jobs, as far as the API needs them."""
+
+    def wake(self, base_model: str) -> None:
+        """Tell the worker of this model that there is work. Never blocks, never fails."""
+
+    def is_ready(self, base_model: str) -> bool:
+        """Whether the worker has loaded its model."""
+
+    def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
+        """Call `notice` on the API's event loop with the ids of jobs that have just finished."""
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+class _Question(NamedTuple, Generic[T]):
+    is_answer: Callable[[T | None], bool]
+    future: asyncio.Future[T | None]
+
+    def settle(self, value: T | None) -> None:
+        if not self.future.done():
+            self.future.set_result(value)
+
+
+class Board(Generic[T]):
+    """Questions about names, answered by one query for all that are due."""
+
+    def __init__(self, query: Query[T], news: asyncio.Event) -> None:
+        self._query = query
+        self._news = news
+        self._questions: defaultdict[str, set[_Question[T]]] = defaultdict(set)
+        self._due: set[str] = set()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._questions.values()))
+
+    async def ask(self, name: str, is_answer: Callable[[T | None], bool]) -> T | None:
+        """The first value under this name that counts as an answer; `None` if the board was cleared before."""
+        question = _Question(is_answer, asyncio.get_running_loop().create_future())
+        self._questions[name].add(question)
+        self._set_due(name)
+        try:
+            return await question.future
+        finally:
+            self._questions[name].discard(question)
+            if not self._questions[name]:
+                del self._questions[name]
+
+    def notice(self, name: str) -> None:
+        """There is something new under this name."""
+        if name in self._questions:
+            self._set_due(name)
+
+    def all_due(self) -> None:
+        self._due.update(self._questions)
+
+    def clear(self) -> None:
+        for question in self._open(self._questions):
+            question.settle(None)
+
+    async def answer(self) -> None:
+        """Ask the store about what is due."""
+        due, self._due = self._due, set()
+        # Taken before the query: a question asked meanwhile wants to know what is true after it was asked.
+        asked = {name: list(self._questions.get(name, ())) for name in due}
+        if not any(asked.values()):
+            return
+        known = await self._query(list(asked))
+        for name, questions in asked.items():
+            for question in questions:
+                if question.is_answer(known.get(name)):
+                    question.settle(known.get(name))
+
+    def _set_due(self, name: str) -> None:
+        self._due.add(name)
+        self._news.set()
+
+    def _open(self, names: Iterable[str]) -> list[_Question[T]]:
+        return [question for name in list(names) for question in self._questions[name]]
+
+
+class Waiting:
+    """`statuses` tells where jobs stand, `newest` the highest cursor of sampling sessions."""
+
+    def __init__(self, statuses: Query[Status], newest: Query[int]) -> None:
+        self._news = asyncio.Event()
+        self._jobs = Board(statuses, self._news)
+        self._streams = Board(newest, self._news)
+        self._is_draining = False
+
+    def __len__(self) -> int:
+        """How many questions are open."""
+        return len(self._jobs) + len(self._streams)
+
+    async def status(self, request_id: str) -> Status | None:
+        """Where a job stands now; `None` if there is no such job."""
+        return await self._jobs.ask(request_id, lambda status: True)
+
+    async def until_done(self, request_id: str, seconds: float) -> Status | None:
+        """The job once it has an outcome; `None` if that takes longer, or if it was removed."""
+        return await self._within(seconds, self._jobs.ask(request_id, _is_over))
+
+    async def until_news(self, sampler_id: str, cursor: int, seconds: float) -> int | None:
+        """The highest cursor of a sampling session once it is above this one; `None` if that takes longer."""
+        return await self._within(
+            seconds, self._streams.ask(sampler_id, lambda newest: newest is not None and newest > cursor)
+        )
+
+    def notice(self, request_ids: Iterable[str]) -> None:
+        """These jobs have finished."""
+        for request_id in request_ids:
+            self._jobs.notice(request_id)
+            self._streams.notice(request_id.rpartition(":")[0])
+
+    def drain(self) -> None:
+        """Let every long poll end now, as if its time were over."""
+        self._is_draining = True
+        self._jobs.clear()
+        self._streams.clear()
+
+    async def run(self) -> None:
+        """Answer until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+                    await self._news.wait()
+            except TimeoutError:
+                self._jobs.all_due()
+                self._streams.all_due()
+            self._news.clear()
+            try:
+                await self._jobs.answer()
+                await self._streams.answer()
+            except Exception:
+                # The questions stay and are due again with the next tick; whoever cannot wait so long has a timeout.
+                log.exception("could not look up jobs")
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+
+    async def _within(self, seconds: float, asking: Awaitable[T | None]) -> T | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0 if self._is_draining else seconds):
+                return await asking
+        return None
+
+
+def _is_over(status: Status | None) -> bool:
+    return status is None or status.outcome is not None

@@ -1,0 +1,361 @@
+"""Submissions: every number once, a model's jobs in order, fair turns."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from datetime import timedelta
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.server.store.making import DONE, MODEL, SAMPLER, Clock, at_once, new_model, sample, seq_ids, training
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store import Store
+from tinsmith.server.store.records import Cancelled, Done, Expired, Failed, NewJob, Outcome, Submission
+
+EVERYTHING = 10_000
+
+
+def claim(store: Store, limit: int = EVERYTHING, worker: str = "w") -> list[int]:
+    return seq_ids(store.jobs.claim("tiny", worker, "train", limit))
+
+
+def run(store: Store, outcome: Outcome = DONE) -> list[int]:
+    """Claim all training that is ready and give it this outcome."""
+    jobs = store.jobs.claim("tiny", "w", "train", EVERYTHING)
+    store.jobs.complete("w", {job.request_id: outcome for job in jobs})
+    return seq_ids(jobs)
+
+
+def test_a_repeated_number_finds_the_first_submission(store: Store) -> None:
+    first = store.jobs.enqueue(training(0))
+    again = store.jobs.enqueue(training(0, kind="optim_step", payload=b"other"))
+    assert (first.is_new, again.is_new, again.request_id) == (True, False, first.request_id)
+    (job,) = store.jobs.claim("tiny", "w", "train", 10)
+    assert (job.kind, job.payload) == ("forward_backward", b"train 0")
+
+
+def test_many_threads_with_one_number_make_one_job(store: Store) -> None:
+    answers = at_once(16, lambda _: store.jobs.enqueue(training(0)))
+    assert len({answer.request_id for answer in answers}) == 1
+    assert sum(answer.is_new for answer in answers) == 1
+    assert claim(store) == [0]
+
+
+def test_many_threads_with_different_numbers_leave_no_hole(store: Store) -> None:
+    at_once(16, lambda place: [store.jobs.enqueue(training(seq_id)) for seq_id in range(place, 160, 16)])
+    assert claim(store) == list(range(160))
+
+
+def test_batches_that_lock_the_same_streams_from_both_ends_all_arrive(store: Store) -> None:
+    def submit(place: int) -> None:
+        order = range(8) if place % 2 else reversed(range(8))
+        store.jobs.enqueue_many([Submission(job=training(place, model_id=f"s:train:{model}")) for model in order])
+
+    at_once(8, submit)
+    claimed = store.jobs.claim("tiny", "w", "train", EVERYTHING)
+    assert sorted((job.model_id, job.seq_id) for job in claimed) == [
+        (f"s:train:{model}", seq_id) for model in range(8) for seq_id in range(8)
+    ]
+
+
+def test_answers_come_in_the_order_of_the_submissions(store: Store) -> None:
+    jobs = [sample(3, sampler_id="s:sample:9"), training(1), sample(2, sampler_id="s:sample:1"), training(0)]
+    answers = store.jobs.enqueue_many([Submission(job=job) for job in jobs])
+    assert [answer.request_id for answer in answers] == [
+        "s:sample:9:3",
+        "s:train:0:1",
+        "s:sample:1:2",
+        "s:train:0:0",
+    ]
+
+
+def test_a_model_is_created_with_its_first_job(store: Store) -> None:
+    store.jobs.enqueue(training(0, kind="create_model"), model=new_model())
+    store.jobs.enqueue(training(0, kind="create_model"), model=new_model(base_model="other"))
+    model = store.models.get(MODEL, "ann")
+    assert model is not None
+    assert model.base_model == "tiny"
+
+
+def test_a_later_number_waits_for_the_missing_one(store: Store) -> None:
+    for seq_id in (0, 2, 3):
+        store.jobs.enqueue(training(seq_id))
+    assert claim(store) == [0]
+    store.jobs.enqueue(training(1))
+    assert claim(store) == [1, 2, 3]
+
+
+def test_a_refused_number_is_passed(store: Store) -> None:
+    store.jobs.enqueue(training(0))
+    store.jobs.enqueue(training(2))
+    refused = store.jobs.enqueue(training(1), outcome=Failed(error="rank 0", category="user"))
+    assert claim(store) == [0, 2]
+    assert store.results.statuses([refused.request_id])[refused.request_id].outcome == Failed(
+        error="rank 0", category="user"
+    )
+
+
+def test_a_number_refused_ahead_of_a_missing_one_is_passed_later(store: Store) -> None:
+    store.jobs.enqueue(training(1), outcome=Failed(error="no", category="user"))
+    store.jobs.enqueue(training(2))
+    assert claim(store) == []
+    store.jobs.enqueue(training(0))
+    assert claim(store) == [0, 2]
+
+
+def test_a_repeated_number_does_not_undo_a_refusal(store: Store) -> None:
+    store.jobs.enqueue(training(0), outcome=Failed(error="no", category="user"))
+    assert not store.jobs.enqueue(training(0)).is_new
+    assert claim(store) == []
+
+
+def test_a_cancelled_number_is_passed(store: Store) -> None:
+    for seq_id in (0, 1, 3):
+        store.jobs.enqueue(training(seq_id))
+    assert store.jobs.cancel(f"{MODEL}:1", "ann") == "cancelled"
+    assert store.jobs.cancel(f"{MODEL}:3", "ann") == "cancelled"
+    store.jobs.enqueue(training(2))
+    store.jobs.enqueue(training(4))
+    assert claim(store) == [0, 2, 4]
+
+
+def test_samples_never_wait_for_missing_numbers(store: Store) -> None:
+    for seq_id in (7_000_000_000, 3, 999_999_999_999_999_999):
+        store.jobs.enqueue(sample(seq_id))
+    assert seq_ids(store.jobs.claim("tiny", "w", "sample", 10)) == [7_000_000_000, 3, 999_999_999_999_999_999]
+
+
+def test_a_job_without_a_number_comes_after_all_that_have_arrived(store: Store) -> None:
+    store.jobs.enqueue(training(0))
+    store.jobs.enqueue(training(1))
+    unload = store.jobs.enqueue(training(None, kind="unload_model"))
+    assert unload.request_id == f"{MODEL}:2"
+    assert claim(store) == [0, 1, 2]
+
+
+def test_a_job_that_needs_no_worker_is_over_on_arrival(store: Store) -> None:
+    loss = NewJob(kind="create_custom_loss", owner="ann", payload=b"", session_id="s", seq_id=0)
+    answer = store.jobs.enqueue(loss, outcome=DONE)
+    assert answer.request_id == "s:loss:0"
+    assert store.results.statuses(["s:loss:0"])["s:loss:0"].outcome == DONE
+    assert not store.jobs.enqueue(loss, outcome=Done(result=b"other", content_type="x")).is_new
+    assert store.results.statuses(["s:loss:0"])["s:loss:0"].outcome == DONE
+
+
+def test_a_job_that_nobody_could_run_is_refused(store: Store) -> None:
+    with pytest.raises(InvalidInputError, match="no worker"):
+        store.jobs.enqueue(sample(0, base_model=None))
+
+
+@pytest.mark.parametrize("seq_id", [-1, 2**63])
+def test_an_impossible_number_is_refused_and_leaves_nothing(store: Store, seq_id: int) -> None:
+    with pytest.raises(InvalidInputError):
+        store.jobs.enqueue(sample(seq_id))
+    assert store.jobs.depths() == []
+
+
+def test_work_goes_only_to_the_worker_of_its_base_model(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    store.jobs.enqueue(sample(1, base_model="other", sampler_id="s:sample:1"))
+    assert seq_ids(store.jobs.claim("other", "w", "sample", 10)) == [1]
+    assert store.jobs.claim("tiny", "w", "train", 10) == []
+
+
+def test_a_claim_takes_no_more_than_its_limit_and_nothing_twice(store: Store) -> None:
+    for seq_id in range(5):
+        store.jobs.enqueue(training(seq_id))
+    assert [claim(store, 2), claim(store, 2), claim(store, 2), claim(store, 2)] == [[0, 1], [2, 3], [4], []]
+
+
+def test_an_owner_with_a_long_queue_does_not_delay_another(store: Store) -> None:
+    store.jobs.enqueue_many([Submission(job=sample(seq_id)) for seq_id in range(100)])
+    store.jobs.enqueue_many(
+        [Submission(job=sample(seq_id, owner="bob", sampler_id="b:sample:0")) for seq_id in range(3)]
+    )
+    owners = [job.owner for job in store.jobs.claim("tiny", "w", "sample", 10)]
+    assert sorted(owners) == ["ann"] * 7 + ["bob"] * 3
+
+
+def test_when_owners_outnumber_the_limit_all_come_to_their_turn(store: Store) -> None:
+    names = [f"owner-{number}" for number in range(5)]
+    for owner, seq_id in itertools.product(names, range(4)):
+        store.jobs.enqueue(sample(seq_id, owner=owner, sampler_id=f"{owner}:sample:0"))
+    rounds = [store.jobs.claim("tiny", "w", "sample", 2)[:] for _ in range(5)]
+    assert sorted(job.owner for jobs in rounds for job in jobs) == sorted(names * 2)
+
+
+def test_a_model_with_a_long_queue_does_not_delay_another_of_its_owner(store: Store) -> None:
+    store.jobs.enqueue_many([Submission(job=training(seq_id, size=10)) for seq_id in range(100)])
+    claim(store, 4)
+    store.jobs.enqueue(training(0, model_id="s:train:1", size=10))
+    claimed = store.jobs.claim("tiny", "w", "train", 2)
+    assert "s:train:1" in [job.model_id for job in claimed]
+
+
+def test_a_stream_that_was_idle_has_saved_up_no_turns(store: Store) -> None:
+    store.jobs.enqueue_many([Submission(job=training(seq_id)) for seq_id in range(50)])
+    run(store)
+    fresh = [Submission(job=training(seq_id, model_id="s:train:1")) for seq_id in range(50)]
+    store.jobs.enqueue_many([*fresh, *(Submission(job=training(seq_id)) for seq_id in range(50, 60))])
+    claimed = store.jobs.claim("tiny", "w", "train", 20)
+    assert [job.model_id for job in claimed].count(MODEL) >= 8
+
+
+def test_a_worker_that_died_leaves_its_jobs_in_their_old_places(store: Store) -> None:
+    for seq_id in range(6):
+        store.jobs.enqueue(training(seq_id))
+    claim(store, 4, worker="first")
+    store.jobs.complete("first", {f"{MODEL}:0": DONE})
+    assert store.jobs.requeue("tiny") == 3
+    assert claim(store, worker="second") == [1, 2, 3, 4, 5]
+
+
+def test_a_worker_taken_for_dead_cannot_complete_what_another_has(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    store.jobs.claim("tiny", "first", "sample", 1)
+    store.jobs.requeue("tiny")
+    assert store.jobs.complete("first", {f"{SAMPLER}:0": DONE}) == []
+    store.jobs.claim("tiny", "second", "sample", 1)
+    assert store.jobs.complete("first", {f"{SAMPLER}:0": DONE}) == []
+    assert store.jobs.complete("second", {f"{SAMPLER}:0": DONE}) == [f"{SAMPLER}:0"]
+
+
+def test_only_the_first_outcome_counts(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.complete("w", {f"{SAMPLER}:0": DONE})
+    assert store.jobs.complete("w", {f"{SAMPLER}:0": Failed(error="late", category="server")}) == []
+    assert store.results.statuses([f"{SAMPLER}:0"])[f"{SAMPLER}:0"].outcome == DONE
+
+
+def test_a_running_job_is_cancelled_by_its_worker(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    store.jobs.enqueue(sample(1))
+    store.jobs.claim("tiny", "w", "sample", 2)
+    assert store.jobs.cancel(f"{SAMPLER}:0", "ann") == "asked"
+    assert store.jobs.cancel_asked("tiny", "w") == [f"{SAMPLER}:0"]
+    store.jobs.complete("w", {f"{SAMPLER}:0": Cancelled()})
+    assert store.jobs.cancel_asked("tiny", "w") == []
+    assert store.jobs.cancel(f"{SAMPLER}:0", "ann") == "finished"
+
+
+def test_a_cancelled_job_of_a_dead_worker_is_not_run_again(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.cancel(f"{SAMPLER}:0", "ann")
+    assert store.jobs.requeue("tiny") == 0
+    assert store.results.statuses([f"{SAMPLER}:0"])[f"{SAMPLER}:0"].outcome == Cancelled()
+
+
+def test_nobody_cancels_what_belongs_to_another(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    assert store.jobs.cancel(f"{SAMPLER}:0", "bob") is None
+    assert store.jobs.cancel("nothing:0", "ann") is None
+    assert len(store.jobs.claim("tiny", "w", "sample", 1)) == 1
+
+
+def test_training_can_be_replayed_until_it_is_forgotten(store: Store) -> None:
+    for seq_id in range(4):
+        store.jobs.enqueue(training(seq_id))
+    claim(store)
+    bad = Failed(error="bad", category="user")
+    store.jobs.complete("w", {f"{MODEL}:0": DONE, f"{MODEL}:1": bad, f"{MODEL}:2": DONE})
+    assert [(job.seq_id, job.payload) for job in store.jobs.history(MODEL, -1, 10)] == [
+        (0, b"train 0"),
+        (2, b"train 2"),
+    ]
+    store.jobs.forget_payloads(MODEL, 0)
+    assert seq_ids(store.jobs.history(MODEL, -1, 10)) == [2]
+
+
+def test_forgetting_spares_what_has_not_run(store: Store) -> None:
+    store.jobs.enqueue(training(0))
+    store.jobs.forget_payloads(MODEL, 0)
+    (job,) = store.jobs.claim("tiny", "w", "train", 1)
+    assert job.payload == b"train 0"
+
+
+def test_depths_tell_what_waits_and_since_when(store: Store, clock: Clock) -> None:
+    store.jobs.enqueue(sample(0, size=5))
+    clock.pass_(timedelta(seconds=1))
+    store.jobs.enqueue(sample(1, size=7))
+    store.jobs.enqueue(training(1))
+    store.jobs.claim("tiny", "w", "sample", 1)
+    depths = {(depth.kind, depth.state): depth for depth in store.jobs.depths()}
+    assert {key: (depth.count, depth.size) for key, depth in depths.items()} == {
+        ("sample", "running"): (1, 5),
+        ("sample", "queued"): (1, 7),
+        ("forward_backward", "queued"): (1, 1),
+    }
+    assert depths["sample", "queued"].oldest - depths["sample", "running"].oldest >= timedelta(seconds=1)
+
+
+# What a client, the API and a worker may do to one model, in any order.
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), st.integers(0, 8)),
+        st.tuples(st.just("refuse"), st.integers(0, 8)),
+        st.tuples(st.just("cancel"), st.integers(0, 8)),
+        st.tuples(st.just("claim"), st.integers(1, 4)),
+        st.tuples(st.just("finish"), st.integers(1, 4)),
+        st.tuples(st.just("crash"), st.just(0)),
+        st.tuples(st.just("expire"), st.just(0)),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps)
+def test_whatever_happens_a_model_runs_in_order_and_every_number_once(
+    store: Store, clock: Clock, steps: list[tuple[str, int]]
+) -> None:
+    model = f"{uuid.uuid4()}:train:0"
+    base_model = model  # its own worker, as all examples share a database
+    arrived: dict[int, str] = {}
+    running: list[int] = []
+    finished: list[int] = []
+    for action, number in steps:
+        job = training(number, model_id=model, base_model=base_model)
+        match action:
+            case "submit":
+                assert store.jobs.enqueue(job).is_new == (number not in arrived)
+                arrived.setdefault(number, "runs")
+            case "refuse":
+                refused = store.jobs.enqueue(job, outcome=Failed(error="no", category="user"))
+                assert refused.is_new == (number not in arrived)
+                arrived.setdefault(number, "passed")
+            case "cancel":
+                if store.jobs.cancel(f"{model}:{number}", "ann") == "cancelled":
+                    arrived[number] = "passed"
+            case "claim":
+                claimed = seq_ids(store.jobs.claim(base_model, "w", "train", number))
+                waiting = _ready(arrived, finished, running)
+                assert claimed == waiting[:number]
+                running += claimed
+            case "finish":
+                over, running = running[:number], running[number:]
+                assert len(store.jobs.complete("w", {f"{model}:{seq_id}": DONE for seq_id in over})) == len(over)
+                finished += over
+            case "crash":
+                store.jobs.requeue(base_model)
+                asked = store.results.statuses([f"{model}:{seq_id}" for seq_id in running])
+                for status in asked.values():
+                    if status.outcome == Cancelled():
+                        arrived[int(status.request_id.rpartition(":")[2])] = "passed"
+                running = []
+            case "expire":
+                clock.pass_(timedelta(days=2))
+                store.results.expire(clock() - timedelta(days=1))
+    assert finished == sorted(set(finished))
+    for status in store.results.statuses([f"{model}:{seq_id}" for seq_id in finished]).values():
+        assert status.outcome in (DONE, Expired())
+
+
+def _ready(arrived: dict[int, str], finished: list[int], running: list[int]) -> list[int]:
+    """What may be claimed: the numbers before the first missing one that are neither passed, done nor claimed."""
+    contiguous = itertools.takewhile(arrived.__contains__, itertools.count())
+    return [n for n in contiguous if arrived[n] == "runs" and n not in finished and n not in running]
