@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -44,7 +45,7 @@ def test_runs_are_consecutive_complete_and_within_both_limits(sizes: list[int], 
     for run in runs:
         assert 1 <= len(run) <= max_data
         assert len(run) == 1 or sum(map(byte_size, run)) <= max_bytes
-    for run, following in zip(runs, runs[1:], strict=False):  # none is smaller than it must be
+    for run, following in itertools.pairwise(runs):  # none is smaller than it must be
         assert len(run) == max_data or sum(map(byte_size, run)) + byte_size(following[0]) > max_bytes
 
 

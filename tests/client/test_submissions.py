@@ -44,7 +44,7 @@ def submission(connection: Connection, *, forward_only: bool = False, first: int
 
 
 def send(connection: Connection, what: ForwardBackwardSubmission | JsonSubmission, number: int = 7) -> UntypedAPIFuture:
-    retry = Retry(RetryPolicy(max_seconds=20), clock=connection.clock)
+    retry = Retry(RetryPolicy(max_seconds=100), clock=connection.clock)
     return connection.run(lambda: what.send(number, retry)).result(PATIENCE)
 
 

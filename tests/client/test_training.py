@@ -217,7 +217,7 @@ def test_unloading_comes_after_what_was_called_before() -> None:
         (lambda c: c.save_state("a", ttl_seconds="a week"), InvalidTypeError, "ttl_seconds"),
         (lambda c: c.save_weights_external("a", age_encryption_recipients=["x"] * 11), InvalidInputError, "11 age"),
         (lambda c: c.load("file:///x", None, optimizer=True), InvalidInputError, "tinker://"),
-        (lambda c: c.forward_backward_custom([], lambda d, l: None), InvalidInputError, "empty"),
+        (lambda c: c.forward_backward_custom([], lambda *_: None), InvalidInputError, "empty"),
     ],
 )
 def test_bad_arguments_are_refused_on_the_spot_and_nothing_is_sent(

@@ -125,7 +125,7 @@ def test_a_connection_that_is_never_made_ends_after_the_connect_timeout() -> Non
 
 @pytest.mark.parametrize("key", ["tml-with\nnewline", "tml-with\0zero"])
 def test_a_key_that_http_cannot_carry_is_refused_without_being_shown(server: FakeServer, key: str) -> None:
-    with pytest.raises(ConfigError, match="forbidden|forbids") as caught:
+    with pytest.raises(ConfigError, match="character HTTP forbids") as caught:
         send(server.url + PATH, headers={"x-api-key": key})
     assert "tml-with" not in str(caught.value)
     assert b"tml-with" not in pickle.dumps(caught.value)

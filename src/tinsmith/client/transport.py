@@ -49,6 +49,10 @@ class HttpRequest(NamedTuple):
         """Without the query, which may be the signature of a link."""
         return RequestSummary(self.method, self.url.partition("?")[0])
 
+    def __repr__(self) -> str:
+        """Tools that show local variables must not show the key."""
+        return f"HttpRequest({' '.join(self.summary)}, {len(self.body)} bytes)"
+
 
 class HttpResponse(NamedTuple):
     status: int

@@ -13,11 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.engine.adapters import ALPHA, Adapter, AdapterSpec
+from tinsmith.server.engine.adapters import ALPHA, Adapter, AdapterSpec, FrozenAdapter, layout_of
+from tinsmith.server.engine.model import Transformer
 
 WEIGHTS = "adapter_model.safetensors"
 PEFT_CONFIG = "adapter_config.json"
@@ -26,6 +28,7 @@ FACTS = "tinsmith.json"
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_SPEC_FIELDS = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
 _PREFIX = "base_model.model."
 _OURS = re.compile(r"layers\.(\d+)\.(\w+)\.(lora_[AB])")
 _THEIRS = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(?:self_attn|mlp)\.(\w+)\.(lora_[AB])\.weight")
@@ -79,6 +82,18 @@ def read_adapter(folder: Path, adapter: Adapter, *, with_optimizer: bool) -> Non
     adapter.load_state_dict({_our_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()})
     if with_optimizer:
         adapter.load_optimizer_state(_optimizer_state(folder))
+
+
+def write_frozen(path: Path, frozen: FrozenAdapter) -> None:
+    """The weights of a sampler, in the dtype they are used in."""
+    spec = frozen.spec
+    save_file({"flat": frozen.flat}, path, metadata={name: json.dumps(getattr(spec, name)) for name in _SPEC_FIELDS})
+
+
+def read_frozen(path: Path, model: Transformer) -> FrozenAdapter:
+    with safe_open(path, framework="pt", device=str(model.device)) as file:
+        spec = AdapterSpec(**{name: json.loads(text) for name, text in file.metadata().items()})
+        return FrozenAdapter(layout_of(model.shape, spec), file.get_tensor("flat"), spec)
 
 
 def _optimizer_state(folder: Path) -> Mapping[str, Tensor]:

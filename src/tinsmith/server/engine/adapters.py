@@ -146,8 +146,10 @@ def _adapted(shape: ModelShape, spec: AdapterSpec) -> Iterator[tuple[str, list[t
 class FrozenAdapter:
     """Weights of one moment, in the dtype of the products, without gradients."""
 
-    def __init__(self, layout: Layout, flat: Tensor, scale: float) -> None:
-        self.sites: Mapping[str, Site] = layout.sites(flat, scale)
+    def __init__(self, layout: Layout, flat: Tensor, spec: AdapterSpec) -> None:
+        self.flat = flat
+        self.spec = spec
+        self.sites: Mapping[str, Site] = layout.sites(flat, spec.scale)
 
 
 class Adapter:
@@ -190,7 +192,7 @@ class Adapter:
         return cls(layout, spec, weights.to(device), compute_dtype)
 
     def frozen_copy(self) -> FrozenAdapter:
-        return FrozenAdapter(self.layout, self._compute.clone(), self.spec.scale)
+        return FrozenAdapter(self.layout, self._compute.clone(), self.spec)
 
     def weights_changed(self) -> None:
         """To be called by whoever wrote to `weights`: the products read them from a copy of another dtype."""

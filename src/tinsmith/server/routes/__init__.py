@@ -12,6 +12,7 @@ from tinsmith.server.routes import (
     service,
     sessions,
     training,
+    weights,
 )
 from tinsmith.server.routes._call import Endpoint
 
@@ -20,6 +21,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *sessions.ENDPOINTS,
     *models.ENDPOINTS,
     *training.ENDPOINTS,
+    *weights.ENDPOINTS,
     *sampling.ENDPOINTS,
     *futures.ENDPOINTS,
     *runs.ENDPOINTS,

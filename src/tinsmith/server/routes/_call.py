@@ -90,7 +90,7 @@ class Call:
     async def read(self, cls: type[M], limit: int = _SMALL_BODY_BYTES) -> M:
         """The JSON body as an object of this class."""
         body = await self.json_body(limit)
-        return await self.decoded(lambda data: decode_json(cls, data), body)
+        return await self.decoded(lambda data: cls.from_builtins(parse_json(data)), body)
 
     async def json_body(self, limit: int = _SMALL_BODY_BYTES) -> bytes:
         self.expect_type(JSON)
@@ -120,16 +120,18 @@ class Endpoint(NamedTuple):
     path: str
     answer: Callable[[Call], Awaitable[Response]]
     takes: type[Model] | None = None
-    gives: Any = None
+    gives: type[Model] | None = None
+    takes_protobuf: bool = False
+    gives_protobuf: bool = False
     is_open: bool = False
     """Whether it answers without a key."""
 
 
-def decode_json(cls: type[M], body: bytes) -> M:
+def parse_json(body: bytes) -> Any:
     try:
-        return json.decode(cls, body)
-    except RecursionError:
-        raise InvalidInputError("The JSON body is nested too deeply.", field="body") from None
+        return json.loads(body)
+    except InvalidInputError as error:
+        raise status_error(400, error.message) from None
 
 
 def reply(value: Model, status: int = 200) -> Response:

@@ -1,0 +1,105 @@
+"""Accepting an operation: its number is used up whatever happens, and a refusal is found where its result would be."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.checks import ModelFacts, check_base_model, refuse
+from tinsmith.server.routes._call import Call, parse_json, reply, status_error
+from tinsmith.server.routes._found import model_named
+from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model, NewJob, NewModel, Submission
+from tinsmith.types import UntypedAPIFuture
+from tinsmith.types._model import Request
+from tinsmith.wire import json
+
+R = TypeVar("R", bound=Request)
+
+
+async def accept(
+    call: Call, job: NewJob, refusal: InvalidInputError | None = None, *, model: NewModel | None = None
+) -> Enqueued:
+    """Queue the job, or record why it was refused."""
+    if refusal is not None:
+        return await settle(call, job, Failed(error=refusal.message, category="user"))
+    enqueued = await call.services.intake.add(Submission(job=job, model=model))
+    if job.base_model is not None:
+        call.services.workers.wake(job.base_model)
+    return enqueued
+
+
+async def settle(call: Call, job: NewJob, outcome: Done | Failed) -> Enqueued:
+    """Record a job that needs no worker, with its outcome."""
+    enqueued = await call.services.intake.add(Submission(job=job, outcome=outcome))
+    call.services.waiting.notice([enqueued.request_id])
+    return enqueued
+
+
+def acknowledged(enqueued: Enqueued, sample_sequence_ids: Sequence[str] | None = None) -> Response:
+    ids = None if sample_sequence_ids is None else list(sample_sequence_ids)
+    return reply(UntypedAPIFuture(request_id=enqueued.request_id, sample_sequence_ids=ids))
+
+
+async def numbered_body(call: Call) -> dict[str, Any]:
+    """The JSON object of a request, not yet checked: what it is about must be known before it can be refused."""
+    return object_in(parse_json(await call.json_body()))
+
+
+def object_in(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise status_error(400, "The body must be a JSON object.")
+    return value
+
+
+def text_field(fields: dict[str, Any], name: str) -> str:
+    value = fields.get(name)
+    if not isinstance(value, str) or not value:
+        raise status_error(422, f"{name} is missing or not a text.")
+    return value
+
+
+def number_field(fields: dict[str, Any], name: str, lowest: int, highest: int = 2**63 - 1) -> int:
+    value = fields.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or not lowest <= value <= highest:
+        raise status_error(422, f"{name} is missing or not a whole number from {lowest} to {highest}.")
+    return value
+
+
+async def operation(
+    call: Call, kind: JobKind, cls: type[R], check: Callable[[Call, R, Model], Awaitable[R]]
+) -> Response:
+    """A numbered operation on a model. `check` gives back the request as the worker shall see it."""
+    fields = await numbered_body(call)
+    model = await model_named(call, text_field(fields, "model_id"))
+    job = job_for(call, kind, model, number_field(fields, "seq_id", 1))
+    try:
+        trainable(call, model)
+        request = await check(call, cls.from_builtins(fields), model)
+    except InvalidInputError as refusal:
+        return acknowledged(await accept(call, job, refusal))
+    return acknowledged(await accept(call, msgspec.structs.replace(job, payload=json.encode(request))))
+
+
+def job_for(call: Call, kind: JobKind, model: Model, seq_id: int) -> NewJob:
+    return NewJob(
+        kind=kind,
+        owner=call.owner,
+        payload=b"",
+        session_id=model.session_id or "",
+        base_model=model.base_model,
+        model_id=model.model_id,
+        seq_id=seq_id,
+    )
+
+
+def trainable(call: Call, model: Model) -> ModelFacts:
+    """The facts of a model's base, if the model can be worked on."""
+    if not model.trainable:
+        raise refuse("model_id", f"{model.model_id} holds copied checkpoints only; load them into a new model")
+    if model.corrupted is not None:
+        raise refuse("model_id", f"{model.model_id} cannot go on: {model.corrupted}. Resume from a checkpoint")
+    return check_base_model(model.base_model, call.services.models)

@@ -31,18 +31,16 @@ class Checkpoints:
         """
 
         def write(connection: sa.Connection) -> Checkpoint:
-            kept = connection.execute(self._of(checkpoint.key).with_for_update()).one_or_none()
-            if kept is not None and kept.request_id == checkpoint.request_id:
-                return _checkpoint(kept)
-            if kept is not None and not overwrite:
-                raise InvalidInputError(
-                    f"{checkpoint.key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
-                    field="path",
-                    value=checkpoint.key.name,
-                )
-            connection.execute(sa.delete(checkpoints).where(_is(checkpoint.key)))
-            connection.execute(sa.insert(checkpoints), self._values(checkpoint))
-            return _checkpoint(connection.execute(self._of(checkpoint.key)).one())
+            present = connection.execute(self._of(checkpoint.key)).one_or_none()
+            if present is not None and present.request_id == checkpoint.request_id:
+                return _checkpoint(present)
+            if present is None or overwrite:
+                connection.execute(sa.delete(checkpoints).where(_is(checkpoint.key)))
+            insert = self._database.insert(checkpoints).on_conflict_do_nothing().returning(*checkpoints.c)
+            row = connection.execute(insert, self._values(checkpoint)).one_or_none()
+            if row is None:
+                raise _taken(checkpoint.key)
+            return _checkpoint(row)
 
         return self._database.write(write)
 
@@ -149,6 +147,14 @@ class Checkpoints:
             "created": self._database.now(),
             "expires": checkpoint.expires,
         }
+
+
+def _taken(key: CheckpointKey) -> InvalidInputError:
+    return InvalidInputError(
+        f"{key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
+        field="path",
+        value=key.name,
+    )
 
 
 def _is(key: CheckpointKey) -> sa.ColumnElement[bool]:

@@ -1,0 +1,175 @@
+"""Checkpoints after they were saved: listed, published, given a time to live, deleted, downloaded.
+
+A download URL carries its own proof: whoever has it may read that file until it expires, without a key.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+from starlette.background import BackgroundTask
+from starlette.responses import FileResponse, Response
+
+from tinsmith.errors import APIStatusError
+from tinsmith.server.checks import check_ttl, refuse
+from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
+from tinsmith.server.routes._found import checkpoint_at, key_of
+from tinsmith.server.routes._paging import page_of
+from tinsmith.server.routes._shown import shown_checkpoint
+from tinsmith.server.routes.weights import expiry
+from tinsmith.server.store import ids
+from tinsmith.server.store.records import CheckpointKey
+from tinsmith.types import CheckpointsListResponse, ExternalWeightsUrlsResponse, SetCheckpointTTLRequest
+
+_ARCHIVE = "archive.tar"
+_CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
+
+
+async def list_checkpoints(call: Call) -> Response:
+    """All checkpoints of the caller, newest first."""
+    asked = page_of(call, limit=100)
+    page = await call.stored(call.store.checkpoints.list, call.owner, limit=asked.limit, offset=asked.offset)
+    return reply(
+        CheckpointsListResponse(checkpoints=[*map(shown_checkpoint, page.items)], cursor=asked.cursor(page))
+    )
+
+
+async def delete_checkpoint(call: Call) -> Response:
+    """Delete a checkpoint and its files. Samplers made from it keep working as long as they are loaded."""
+    key = _key(call)
+    if not await call.stored(call.store.checkpoints.delete, key, call.owner):
+        raise _missing(key)
+    await call.stored(call.services.folders.delete, key.tinker_path)
+    return await _noted(call, "checkpoint_delete", key)
+
+
+async def publish(call: Call) -> Response:
+    """Let everybody with a key read a checkpoint."""
+    return await _set_public(call, True)
+
+
+async def unpublish(call: Call) -> Response:
+    """Keep a checkpoint to oneself again."""
+    return await _set_public(call, False)
+
+
+async def _set_public(call: Call, public: bool) -> Response:
+    """Asking for what is so already is no error: clients would repeat the request for minutes."""
+    key = _key(call)
+    if await call.stored(call.store.checkpoints.set_public, key, call.owner, public) is None:
+        raise _missing(key)
+    return await _noted(call, "checkpoint_publish" if public else "checkpoint_unpublish", key)
+
+
+async def set_ttl(call: Call) -> Response:
+    """Keep a checkpoint for so many seconds from now, or for ever."""
+    request = await call.read(SetCheckpointTTLRequest)
+    key = _key(call)
+    expires = expiry(check_ttl(request.ttl_seconds))
+    if not await call.stored(call.store.checkpoints.set_expiry, key, call.owner, expires):
+        raise _missing(key)
+    return await _noted(call, "checkpoint_set_ttl", key)
+
+
+async def _noted(call: Call, event: str, key: CheckpointKey) -> Response:
+    await call.stored(
+        call.store.audit.record, call.owner, event, model_id=key.run_id, tinker_path=key.tinker_path
+    )
+    return nothing()
+
+
+# --- downloads -------------------------------------------------------------------------------------------------------
+
+
+async def external_weights_urls(call: Call) -> Response:
+    """A signed URL for every file of an export."""
+    key = _key(call)
+    await checkpoint_at(call, key.tinker_path)
+    if key.kind != "external_weights":
+        raise refuse("checkpoint", f"{key.tinker_path} is not an export; make one with save_weights_external")
+    files = await call.stored(call.services.folders.files, key.tinker_path)
+    expires = _expires(call)
+    urls = {file: _signed_url(call, key, file, expires) for file in files}
+    await _noted(call, "checkpoint_download", key)
+    return reply(ExternalWeightsUrlsResponse(urls=urls, expires=expires))
+
+
+async def archive_url(call: Call) -> Response:
+    """A signed URL for all files of a checkpoint in one tar file. Only old clients ask for this."""
+    key = _key(call)
+    await checkpoint_at(call, key.tinker_path)
+    expires = _expires(call)
+    await _noted(call, "checkpoint_download", key)
+    return reply_plain({"url": _signed_url(call, key, _ARCHIVE, expires), "expires": expires})
+
+
+async def download(call: Call) -> Response:
+    """A file by its signed URL, as a whole or in ranges."""
+    key, file = _key(call), call.part("file")
+    expires = call.request.query_params.get("expires", "")
+    signature = call.request.query_params.get("signature", "")
+    if not call.services.authority.secret.has_signed(_statement(key, file, expires), signature):
+        raise status_error(403, "This URL was not made by this server, or was changed. Ask for a new one.")
+    if int(expires) < datetime.now(UTC).timestamp():
+        raise status_error(403, "This URL has expired. Ask for a new one.")
+    return await (_archive(call, key) if file == _ARCHIVE else _file(call, key, file))
+
+
+async def _file(call: Call, key: CheckpointKey, name: str) -> Response:
+    files = await call.stored(call.services.folders.files, key.tinker_path)
+    if name not in files:
+        raise _missing(key)
+    return FileResponse(files[name], media_type="application/octet-stream")
+
+
+async def _archive(call: Call, key: CheckpointKey) -> Response:
+    path = await call.stored(_write_archive, call, key)
+    return FileResponse(path, media_type="application/x-tar", background=BackgroundTask(path.unlink))
+
+
+def _write_archive(call: Call, key: CheckpointKey) -> Path:
+    """Written out first, because a download without a length can neither show progress nor be checked."""
+    if not call.services.folders.exists(key.tinker_path):
+        raise _missing(key)
+    with tempfile.NamedTemporaryFile(dir=call.services.config.state, suffix=".tar", delete=False) as out:
+        call.services.folders.write_archive(key.tinker_path, out.file)
+    return Path(out.name)
+
+
+def _expires(call: Call) -> datetime:
+    lifetime = timedelta(seconds=call.services.config.url_lifetime_seconds)
+    return (datetime.now(UTC) + lifetime).replace(microsecond=0)
+
+
+def _signed_url(call: Call, key: CheckpointKey, file: str, expires: datetime) -> str:
+    seconds = str(int(expires.timestamp()))
+    signature = call.services.authority.secret.signature(_statement(key, file, seconds))
+    path = quote(f"api/v1/files/{key.run_id}/{key.kind}/{key.name}/{file}", safe="/:")
+    return f"{call.request.base_url}{path}?{urlencode({'expires': seconds, 'signature': signature})}"
+
+
+def _statement(key: CheckpointKey, file: str, expires: str) -> str:
+    return f"download {key.tinker_path} {file} until {expires}"
+
+
+def _key(call: Call) -> CheckpointKey:
+    return key_of(ids.tinker_path(call.part("run_id"), call.part("kind"), call.part("name")))
+
+
+def _missing(key: CheckpointKey) -> APIStatusError:
+    return status_error(404, f"There is no checkpoint {key.tinker_path}.")
+
+
+ENDPOINTS = (
+    Endpoint("GET", "/api/v1/checkpoints", list_checkpoints, gives=CheckpointsListResponse),
+    Endpoint("DELETE", _CHECKPOINT, delete_checkpoint),
+    Endpoint("POST", f"{_CHECKPOINT}/publish", publish),
+    Endpoint("DELETE", f"{_CHECKPOINT}/publish", unpublish),
+    Endpoint("PUT", f"{_CHECKPOINT}/ttl", set_ttl, SetCheckpointTTLRequest),
+    Endpoint("GET", f"{_CHECKPOINT}/external_weights_urls", external_weights_urls, gives=ExternalWeightsUrlsResponse),
+    Endpoint("GET", f"{_CHECKPOINT}/archive", archive_url),
+    Endpoint("GET", "/api/v1/files/{run_id}/{kind}/{name}/{file:path}", download, is_open=True),
+)

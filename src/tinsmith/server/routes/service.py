@@ -1,0 +1,114 @@
+"""The service itself: its settings for clients, its models, its health, and who is asking."""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.responses import Response
+
+from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
+from tinsmith.types import (
+    AuthTokenResponse,
+    ClientConfigRequest,
+    ClientConfigResponse,
+    ClientDynamicConfigResponse,
+    GetServerCapabilitiesResponse,
+    HealthResponse,
+    SupportedModel,
+    TelemetryResponse,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_TELEMETRY_BYTES = 2**20
+
+
+async def client_config(call: Call) -> Response:
+    """What this server asks of its clients; read once, at their start."""
+    return reply(
+        ClientConfigResponse(
+            pjwt_auth_enabled=call.services.config.token_exchange,
+            proto_compress_fwdbwd=True,
+            sample_use_retrieve_futures=True,
+            sample_join_sampling_session=True,
+            create_model_via_load_weights=True,
+            custom_loss_server_side=True,
+        )
+    )
+
+
+async def client_dynamic_config(call: Call) -> Response:
+    """The same for what may change while a client lives."""
+    return reply(ClientDynamicConfigResponse(sample_cancel_enabled=True))
+
+
+async def auth_token(call: Call) -> Response:
+    """A short-lived token for the key that is sent along."""
+    return reply(AuthTokenResponse(jwt=call.services.authority.token_for(call.caller)))
+
+
+async def apikey_me(call: Call) -> Response:
+    """The key that is sent along, as far as it may be shown."""
+    key = call.caller.key
+    return reply_plain(
+        {
+            "key_id": key.key_id if key else 0,
+            "name": key.name if key else "local",
+            "note": key.note if key else "This server accepts any key.",
+            "details": {"org_details": {"name": "local"}, "user_details": {"email": call.owner}},
+        }
+    )
+
+
+async def revoke_apikey_me(call: Call) -> Response:
+    """Revoke the key that is sent along."""
+    await call.stored(call.services.authority.revoke, call.caller)
+    return nothing()
+
+
+async def capabilities(call: Call) -> Response:
+    """The base models that can be trained and sampled."""
+    return reply(
+        GetServerCapabilitiesResponse(
+            supported_models=[
+                SupportedModel(
+                    model_name=name, max_context_length=facts.max_context, trainable=True, sampleable=True
+                )
+                for name, facts in call.services.models.items()
+            ]
+        )
+    )
+
+
+async def telemetry(call: Call) -> Response:
+    """Reports of clients about themselves. They may hold credentials and prompts, so nothing of them is kept."""
+    await call.body(MAX_TELEMETRY_BYTES, MAX_TELEMETRY_BYTES)
+    return reply(TelemetryResponse(status="accepted"))
+
+
+async def healthz(call: Call) -> Response:
+    """Whether the API process lives."""
+    return reply(HealthResponse(status="ok"))
+
+
+async def readyz(call: Call) -> Response:
+    """Whether every base model is loaded; 503 until then."""
+    loading = [name for name in call.services.models if not call.services.workers.is_ready(name)]
+    if loading:
+        raise status_error(503, f"Still loading: {', '.join(loading)}.")
+    return reply_plain({"status": "ready"})
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/client/config", client_config, ClientConfigRequest, ClientConfigResponse),
+    Endpoint(
+        "POST", "/api/v1/client/dynamic_config", client_dynamic_config, ClientConfigRequest, ClientDynamicConfigResponse
+    ),
+    Endpoint("POST", "/api/v1/auth/token", auth_token, gives=AuthTokenResponse),
+    Endpoint("GET", "/api/v1/auth/apikey/me", apikey_me),
+    Endpoint("DELETE", "/api/v1/auth/apikey/me", revoke_apikey_me),
+    Endpoint("GET", "/api/v1/get_server_capabilities", capabilities, gives=GetServerCapabilitiesResponse),
+    Endpoint("POST", "/api/v1/telemetry", telemetry, gives=TelemetryResponse),
+    Endpoint("GET", "/api/v1/healthz", healthz, gives=HealthResponse, is_open=True),
+    Endpoint("GET", "/readyz", readyz, is_open=True),
+)

@@ -1,0 +1,208 @@
+"""Sessions: one per client program, kept alive by its heartbeats."""
+
+from __future__ import annotations
+
+from starlette.responses import Response
+
+from tinsmith.server.checks import text_metadata
+from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, status_error
+from tinsmith.server.routes._found import session_named
+from tinsmith.server.routes._paging import page_of
+from tinsmith.server.store.records import (
+    NewSession,
+    Session,
+    SessionCursor,
+    SessionQuery,
+    StatusFilter,
+)
+from tinsmith.server.store.records import SessionSummary as StoredSummary
+from tinsmith.types import (
+    AssignSessionProjectRequest,
+    ClientSessionFinished,
+    ClientSessionFinishErrored,
+    ClientSessionFinishInterrupted,
+    ClientSessionFinishSuccess,
+    CreateSessionRequest,
+    CreateSessionResponse,
+    FinishSessionRequest,
+    GetSessionResponse,
+    ListSessionsResponse,
+    SessionActive,
+    SessionCancelled,
+    SessionHeartbeatRequest,
+    SessionHeartbeatResponse,
+    SessionSearchCursor,
+    SessionSearchRequest,
+    SessionSearchResponse,
+    SessionStatus,
+    SessionSummary,
+    SessionTraceExportResponse,
+    UserSearchOwner,
+)
+from tinsmith.types.service import ClientFinishedSessionStatusQuery, SessionStatusQuery
+
+DEFAULT_PROJECT = "project-default"
+
+_FINISHES = {
+    "success": ClientSessionFinishSuccess(),
+    "errored": ClientSessionFinishErrored(),
+    "interrupted": ClientSessionFinishInterrupted(),
+}
+
+
+async def create_session(call: Call) -> Response:
+    """Open a session; everything a client makes belongs to one."""
+    request = await call.read(CreateSessionRequest)
+    session = await call.stored(
+        call.store.sessions.create,
+        NewSession(
+            owner=call.owner,
+            tags=tuple(request.tags),
+            user_metadata=text_metadata(request.user_metadata) or {},
+            sdk_version=request.sdk_version,
+            project_id=request.project_id or DEFAULT_PROJECT,
+            display_name=request.display_name,
+        ),
+    )
+    return reply(CreateSessionResponse(session_id=session.session_id))
+
+
+async def session_heartbeat(call: Call) -> Response:
+    """The client lives. 410 once the session has ended."""
+    request = await call.read(SessionHeartbeatRequest)
+    state = await call.stored(call.store.sessions.heartbeat, request.session_id, call.owner)
+    if state is None:
+        raise status_error(404, f"There is no session {request.session_id!r}.")
+    if state != "active":
+        raise status_error(410, f"The session {request.session_id!r} has ended.")
+    return reply(SessionHeartbeatResponse())
+
+
+async def finish_session(call: Call) -> Response:
+    """The client is done. The first reason given is the one that stays."""
+    request = await call.read(FinishSessionRequest)
+    session_id = call.part("session_id")
+    reason = request.reason.type
+    if not await call.stored(call.store.sessions.finish, session_id, call.owner, reason, request.detail):
+        raise status_error(404, f"There is no session {session_id!r}.")
+    return nothing()
+
+
+async def list_sessions(call: Call) -> Response:
+    """The ids of the caller's sessions, newest first."""
+    page = page_of(call, limit=20)
+    found = await call.stored(call.store.sessions.list, call.owner, limit=page.limit, offset=page.offset)
+    return reply(ListSessionsResponse(sessions=found))
+
+
+async def get_session(call: Call) -> Response:
+    """What was made in a session."""
+    session = await session_named(call, call.part("session_id"))
+    members = await call.stored(call.store.sessions.members, session.session_id)
+    return reply(
+        GetSessionResponse(
+            training_run_ids=members.model_ids,
+            sampler_ids=members.sampler_ids,
+            user_metadata=session.user_metadata,
+            display_name=session.display_name,
+        )
+    )
+
+
+async def assign_project(call: Call) -> Response:
+    """Move a session to another project."""
+    request = await call.read(AssignSessionProjectRequest)
+    session_id = call.part("session_id")
+    if not await call.stored(call.store.sessions.set_project, session_id, call.owner, request.project_id):
+        raise status_error(404, f"There is no session {session_id!r}.")
+    return nothing()
+
+
+async def trace_export(call: Call) -> Response:
+    """Not offered: this server keeps no traces, and says so."""
+    await session_named(call, call.part("session_id"))
+    return reply(SessionTraceExportResponse(status="failed", error="This server keeps no traces of sessions."))
+
+
+async def search_sessions(call: Call) -> Response:
+    """The caller's sessions that match, newest first."""
+    request = await call.read(SessionSearchRequest)
+    found = await call.stored(call.store.sessions.search, _query(request, call.owner))
+    cursor = found.next_cursor
+    return reply(
+        SessionSearchResponse(
+            sessions=[_summary(one) for one in found.sessions],
+            next_cursor=cursor
+            and SessionSearchCursor(
+                last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id
+            ),
+        )
+    )
+
+
+def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
+    cursor = request.cursor
+    # There are no teams here: whoever else is asked for, a caller sees what is the caller's own.
+    is_own = not isinstance(request.owner, UserSearchOwner) or caller in request.owner.owner_urns
+    return SessionQuery(
+        owners=(caller,) if is_own else (),
+        session_id=request.session_id,
+        project_ids=None if request.project_ids is None else tuple(request.project_ids),
+        user_metadata=request.user_metadata,
+        display_name=request.display_name,
+        statuses=None if request.statuses is None else _filters(request.statuses),
+        limit=request.limit,
+        cursor=cursor
+        and SessionCursor(last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id),
+    )
+
+
+def _filters(statuses: list[SessionStatusQuery]) -> tuple[StatusFilter, ...]:
+    """A session of ours never fails as a whole, so that status finds nothing."""
+    return tuple(
+        StatusFilter(
+            state=status.type,
+            reasons=tuple(status.reasons or ()) if isinstance(status, ClientFinishedSessionStatusQuery) else (),
+        )
+        for status in statuses
+        if status.type != "failed"
+    )
+
+
+def _summary(found: StoredSummary) -> SessionSummary:
+    session = found.session
+    return SessionSummary(
+        session_id=session.session_id,
+        created_at=session.created,
+        owner=session.owner,
+        project_id=session.project_id or DEFAULT_PROJECT,
+        status=_status(session),
+        checkpoints_count=found.checkpoints_count,
+        checkpoint_storage_bytes=found.checkpoint_bytes,
+        display_name=session.display_name,
+        user_metadata=session.user_metadata,
+    )
+
+
+def _status(session: Session) -> SessionStatus:
+    if session.state == "active":
+        return SessionActive()
+    if session.state == "cancelled":
+        return SessionCancelled(detail=session.finish_detail)
+    return ClientSessionFinished(
+        reason=_FINISHES[session.finish_reason or "success"], detail=session.finish_detail
+    )
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/create_session", create_session, CreateSessionRequest, CreateSessionResponse),
+    Endpoint(
+        "POST", "/api/v1/session_heartbeat", session_heartbeat, SessionHeartbeatRequest, SessionHeartbeatResponse
+    ),
+    Endpoint("POST", "/api/v1/sessions/search", search_sessions, SessionSearchRequest, SessionSearchResponse),
+    Endpoint("POST", "/api/v1/sessions/{session_id}/finish", finish_session, FinishSessionRequest),
+    Endpoint("GET", "/api/v1/sessions", list_sessions, gives=ListSessionsResponse),
+    Endpoint("GET", "/api/v1/sessions/{session_id}", get_session, gives=GetSessionResponse),
+    Endpoint("PUT", "/api/v1/sessions/{session_id}/project", assign_project, AssignSessionProjectRequest),
+    Endpoint("GET", "/api/v1/sessions/{session_id}/trace_export", trace_export, gives=SessionTraceExportResponse),
+)

@@ -1,0 +1,255 @@
+"""Weights: saved, loaded, described, copied. Saving and loading are operations of a model and keep its order."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.checkpoints import check_name
+from tinsmith.server.checks import check_base_model, check_optimizer, check_ttl, refuse, text_metadata
+from tinsmith.server.routes._call import Call, Endpoint, reply
+from tinsmith.server.routes._found import checkpoint_at, find_checkpoint, key_of, open_session
+from tinsmith.server.routes._submit import (
+    accept,
+    acknowledged,
+    number_field,
+    numbered_body,
+    operation,
+    text_field,
+)
+from tinsmith.server.store import ids
+from tinsmith.server.store.records import Checkpoint, CheckpointKey, Model, NewCheckpoint, NewJob, NewModel
+from tinsmith.types import (
+    CopyWeightsRequest,
+    CopyWeightsResponse,
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+    UntypedAPIFuture,
+    WeightsInfoRequest,
+    WeightsInfoResponse,
+)
+from tinsmith.wire import json
+
+ACCESS_TOKEN_HEADER = "x-tinker-weights-access-token"
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+async def save_weights(call: Call) -> Response:
+    """Save weights and optimizer state under a name, so that training can go on from there."""
+    return await operation(call, "save_weights", SaveWeightsRequest, _check_save)
+
+
+async def _check_save(call: Call, request: SaveWeightsRequest, model: Model) -> SaveWeightsRequest:
+    if request.path is None:
+        raise refuse("path", "is missing: give the checkpoint a name")
+    check_name(request.path)
+    check_ttl(request.ttl_seconds)
+    text_metadata(request.user_metadata)
+    return request
+
+
+async def save_weights_for_sampler(call: Call) -> Response:
+    """Save what a sampler needs: under a name, or for one sampling session that is opened along with it."""
+    return await operation(call, "save_weights_for_sampler", SaveWeightsForSamplerRequest, _check_sampler_save)
+
+
+async def _check_sampler_save(
+    call: Call, request: SaveWeightsForSamplerRequest, model: Model
+) -> SaveWeightsForSamplerRequest:
+    number = request.sampling_session_seq_id
+    if request.path is not None:
+        check_name(request.path)
+    elif number is None or number < 0:
+        raise refuse("path", "is missing: give a name, or a sampling_session_seq_id from 0 on")
+    check_ttl(request.ttl_seconds)
+    text_metadata(request.user_metadata)
+    return request
+
+
+async def save_weights_external(call: Call) -> Response:
+    """Save weights in the PEFT format, for other tools to read."""
+    return await operation(call, "save_weights_external", SaveWeightsExternalRequest, _check_export)
+
+
+async def _check_export(call: Call, request: SaveWeightsExternalRequest, model: Model) -> SaveWeightsExternalRequest:
+    check_name(request.path)
+    check_ttl(request.ttl_seconds)
+    if request.age_encryption_recipients:
+        raise refuse(
+            "age_encryption_recipients", "is not offered by this server: leave it out and encrypt after the download"
+        )
+    return request
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+async def load_weights(call: Call) -> Response:
+    """Load a checkpoint into a model, or make a model of it."""
+    fields = await numbered_body(call)
+    if fields.get("model_id") is None:
+        return await _create_from_weights(call, fields)
+    return await operation(call, "load_weights", LoadWeightsRequest, _check_load)
+
+
+async def _check_load(call: Call, request: LoadWeightsRequest, model: Model) -> LoadWeightsRequest:
+    checkpoint = await _loadable(call, request)
+    if checkpoint.base_model != model.base_model:
+        raise refuse("path", f"holds weights of {checkpoint.base_model!r}; this model is a {model.base_model!r}")
+    theirs, ours = (msgspec.structs.replace(one.lora, seed=None) for one in (checkpoint, model))
+    if theirs != ours:
+        raise refuse("path", f"holds an adapter of another shape ({theirs}) than this model's ({ours})")
+    return _without_token(request)
+
+
+async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
+    session = await open_session(call, text_field(fields, "session_id"))
+    model_id = ids.model_id(session.session_id, number_field(fields, "model_seq_id", 0))
+    job = NewJob(
+        kind="load_weights",
+        owner=call.owner,
+        payload=b"",
+        session_id=session.session_id,
+        model_id=model_id,
+        seq_id=0,
+    )
+    try:
+        request = LoadWeightsRequest.from_builtins(fields)
+        checkpoint = await _loadable(call, request)
+        check_optimizer_choice(request)
+        base_model = check_base_model(request.base_model or checkpoint.base_model, call.services.models).name
+        if base_model != checkpoint.base_model:
+            raise refuse("base_model", f"is {base_model!r}, but those weights belong to {checkpoint.base_model!r}")
+        metadata = text_metadata(request.user_metadata)
+    except InvalidInputError as refusal:
+        return acknowledged(await accept(call, job, refusal))
+    model = NewModel(
+        model_id=model_id,
+        owner=call.owner,
+        base_model=base_model,
+        lora=checkpoint.lora,
+        optimizer_config=checkpoint.optimizer_config,
+        session_id=session.session_id,
+        user_metadata=metadata,
+    )
+    job = msgspec.structs.replace(job, base_model=base_model, payload=json.encode(_without_token(request)))
+    return acknowledged(await accept(call, job, model=model))
+
+
+def check_optimizer_choice(request: LoadWeightsRequest) -> None:
+    if request.optimizer_config is not None:
+        check_optimizer(request.optimizer_config)
+
+
+async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
+    key = key_of(request.path)
+    if key.kind != "weights":
+        raise refuse("path", f"{request.path} cannot be trained on: load a checkpoint made with save_state")
+    found = await find_checkpoint(call, key, request.weights_access_token)
+    if found is None:
+        raise refuse("path", f"{request.path} does not exist", request.path)
+    return found
+
+
+def _without_token(request: LoadWeightsRequest) -> LoadWeightsRequest:
+    """It has served its purpose; credentials are not stored."""
+    return request.model_copy(update={"weights_access_token": None})
+
+
+# --- looking and copying ---------------------------------------------------------------------------------------------
+
+
+async def weights_info(call: Call) -> Response:
+    """What must be known to make a model that a checkpoint can be loaded into."""
+    request = await call.read(WeightsInfoRequest)
+    checkpoint = await checkpoint_at(call, request.tinker_path)
+    lora = checkpoint.lora
+    return reply(
+        WeightsInfoResponse(
+            base_model=checkpoint.base_model,
+            is_lora=True,
+            lora_rank=lora.rank,
+            train_unembed=lora.train_unembed,
+            train_mlp=lora.train_mlp,
+            train_attn=lora.train_attn,
+        )
+    )
+
+
+async def copy_weights(call: Call) -> Response:
+    """Copy a checkpoint into a run of its own. The same idempotency key means the same copy."""
+    request = await call.read(CopyWeightsRequest)
+    ttl_seconds = check_ttl(request.ttl_seconds)
+    token = request.weights_access_token or call.request.headers.get(ACCESS_TOKEN_HEADER)
+    source = await checkpoint_at(call, request.source_path, token)
+    key = CheckpointKey(run_id=_copy_run(call), kind=source.key.kind, name=source.key.name)
+    if await find_checkpoint(call, key) is None:
+        await call.stored(call.services.folders.copy, source.key.tinker_path, key.tinker_path)
+        await call.stored(_record_copy, call, source, key, ttl_seconds)
+    return reply(CopyWeightsResponse(tinker_path=key.tinker_path))
+
+
+def _copy_run(call: Call) -> str:
+    key = call.request.headers.get("x-idempotency-key") or secrets.token_hex()
+    return f"copy-{hashlib.sha256(f'{call.owner} {key}'.encode()).hexdigest()[:24]}"
+
+
+def _record_copy(call: Call, source: Checkpoint, key: CheckpointKey, ttl_seconds: int | None) -> None:
+    call.store.models.create(
+        NewModel(
+            model_id=key.run_id,
+            owner=call.owner,
+            base_model=source.base_model,
+            lora=source.lora,
+            optimizer_config=source.optimizer_config,
+            trainable=False,
+        )
+    )
+    call.store.checkpoints.save(
+        NewCheckpoint(
+            key=key,
+            owner=call.owner,
+            base_model=source.base_model,
+            lora=source.lora,
+            optimizer_config=source.optimizer_config,
+            size_bytes=source.size_bytes,
+            request_id=key.run_id,
+            user_metadata=source.user_metadata,
+            expires=expiry(ttl_seconds),
+        )
+    )
+    details = {"source": source.key.tinker_path}
+    call.store.audit.record(
+        call.owner, "checkpoint_copy", details, model_id=key.run_id, tinker_path=key.tinker_path
+    )
+
+
+def expiry(ttl_seconds: int | None) -> datetime | None:
+    return None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
+
+
+ENDPOINTS = (
+    Endpoint("POST", "/api/v1/save_weights", save_weights, SaveWeightsRequest, UntypedAPIFuture),
+    Endpoint(
+        "POST",
+        "/api/v1/save_weights_for_sampler",
+        save_weights_for_sampler,
+        SaveWeightsForSamplerRequest,
+        UntypedAPIFuture,
+    ),
+    Endpoint(
+        "POST", "/api/v1/save_weights_external", save_weights_external, SaveWeightsExternalRequest, UntypedAPIFuture
+    ),
+    Endpoint("POST", "/api/v1/load_weights", load_weights, LoadWeightsRequest, UntypedAPIFuture),
+    Endpoint("POST", "/api/v1/weights_info", weights_info, WeightsInfoRequest, WeightsInfoResponse),
+    Endpoint("POST", "/api/v1/copy_weights", copy_weights, CopyWeightsRequest, CopyWeightsResponse),
+)

@@ -1,0 +1,354 @@
+"""Carries out training jobs: the live models of one base model, and what each kind of job does to them.
+
+A model that is not in memory (the worker was restarted, say) is rebuilt from its history: the operations that were done
+are done again, in order, from the adapter's seeded beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import numpy as np
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.engine import adapter_files
+from tinsmith.server.engine.adapters import Adapter, AdapterSpec
+from tinsmith.server.engine.batch import TrainRow
+from tinsmith.server.engine.engine import Engine
+from tinsmith.server.engine.train import RowOutput
+from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.store import Store
+from tinsmith.server.store.records import (
+    CheckpointKey,
+    CheckpointKind,
+    Done,
+    Failed,
+    Job,
+    Model,
+    NewCheckpoint,
+    NewSampler,
+    Outcome,
+)
+from tinsmith.types import (
+    AdamParams,
+    CreateCustomLossRequest,
+    CreateModelResponse,
+    CustomLossGraph,
+    Datum,
+    ForwardBackwardOutput,
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    OptimStepRequest,
+    OptimStepResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponseInternal,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponseInternal,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+    TensorData,
+    UnloadModelResponse,
+)
+from tinsmith.types._model import Model as WireModel
+from tinsmith.wire import json, proto
+from tinsmith.wire.proto import TrainingRequest
+
+log = logging.getLogger(__name__)
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+
+CHANGES_A_MODEL = ("forward_backward", "optim_step", "load_weights")
+REPLAYED_AT_ONCE = 50
+
+
+class Trainer:
+    """Runs on the worker's one thread."""
+
+    def __init__(
+        self, engine: Engine, store: Store, folders: CheckpointFolders, weights: SamplingWeights, base_model: str
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._folders = folders
+        self._weights = weights
+        self._base_model = base_model
+        self._adapters: dict[str, Adapter] = {}
+        self._run_one: Mapping[str, Callable[[Job], WireModel]] = {
+            "create_model": self._create_model,
+            "optim_step": self._optim_step,
+            "save_weights": self._save_weights,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights_external": self._save_external,
+            "load_weights": self._load_weights,
+            "unload_model": self._unload_model,
+        }
+
+    def run(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
+        """The outcome of every job of a batch: data jobs of any models, or one of another kind."""
+        if jobs[0].kind == "forward_backward":
+            return self._forward_backward(jobs)
+        return {job.request_id: self._outcome(job) for job in jobs}
+
+    def _outcome(self, job: Job) -> Outcome:
+        try:
+            return Done(result=json.encode(self._run_one[job.kind](job)), content_type=JSON)
+        except InvalidInputError as error:
+            return Failed(error=error.message, category="user")
+        except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
+            return server_failure(job, error)
+
+    # Data
+
+    def _forward_backward(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
+        outcomes: dict[str, Outcome] = {}
+        rows: list[TrainRow] = []
+        for job in jobs:
+            try:
+                rows.extend(self._rows(job))
+            except InvalidInputError as error:
+                outcomes[job.request_id] = Failed(error=error.message, category="user")
+            except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
+                outcomes[job.request_id] = server_failure(job, error)
+        try:
+            outputs = self._engine.forward_backward(rows)
+        except Exception as error:  # noqa: BLE001 - none of them left a gradient
+            return outcomes | {job.request_id: server_failure(job, error) for job in jobs}
+        by_job: dict[Any, list[RowOutput]] = {}
+        for row, output in zip(rows, outputs, strict=True):
+            by_job.setdefault(row.job, []).append(output)
+        return outcomes | {request_id: _data_outcome(results) for request_id, results in by_job.items()}
+
+    def _rows(self, job: Job) -> list[TrainRow]:
+        request = proto.decode_forward_backward_request(job.payload)
+        adapter = self._adapter(job)
+        graph = self._graph(job, request)
+        return [_row(job, request, datum, adapter, graph) for datum in request.input.data]
+
+    def _graph(self, job: Job, request: TrainingRequest) -> CustomLossGraph | None:
+        if request.input.loss_fn != "custom":
+            return None
+        loss_id = (request.input.loss_fn_config or {}).get("loss_id")
+        loss = self._store.losses.get(str(loss_id), job.owner)
+        if loss is None:
+            raise InvalidInputError(f"There is no custom loss {loss_id!r}.", field="loss_id", value=loss_id)
+        return json.decode(CreateCustomLossRequest, loss.definition).graph
+
+    # Everything else
+
+    def _create_model(self, job: Job) -> CreateModelResponse:
+        assert job.model_id is not None
+        self._adapters[job.model_id] = self._new_adapter(self._model(job))
+        return CreateModelResponse(model_id=job.model_id)
+
+    def _optim_step(self, job: Job) -> OptimStepResponse:
+        return OptimStepResponse(metrics=self._step(job, self._adapter(job)))
+
+    def _step(self, job: Job, adapter: Adapter) -> dict[str, float]:
+        params = json.decode(OptimStepRequest, job.payload).optim_params
+        if not isinstance(params, AdamParams):
+            raise InvalidInputError(
+                f"The optimizer {params.type!r} is not supported by this server; use AdamParams.",
+                field="optim_params",
+                value=params.type,
+            )
+        return self._engine.optim_step(adapter, params)
+
+    def _save_weights(self, job: Job) -> SaveWeightsResponse:
+        request = json.decode(SaveWeightsRequest, job.payload)
+        path, _ = self._save(
+            job,
+            "weights",
+            request.path or "",
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+            overwrite=request.overwrite,
+            with_optimizer=True,
+        )
+        return SaveWeightsResponse(path=path)
+
+    def _save_for_sampler(self, job: Job) -> SaveWeightsForSamplerResponseInternal:
+        request = json.decode(SaveWeightsForSamplerRequest, job.payload)
+        if request.path is None:
+            return SaveWeightsForSamplerResponseInternal(sampling_session_id=self._snapshot(job, request))
+        path, _ = self._save(
+            job,
+            "sampler_weights",
+            request.path,
+            ttl_seconds=request.ttl_seconds,
+            user_metadata=request.user_metadata,
+        )
+        return SaveWeightsForSamplerResponseInternal(path=path)
+
+    def _save_external(self, job: Job) -> SaveWeightsExternalResponseInternal:
+        request = json.decode(SaveWeightsExternalRequest, job.payload)
+        path, size = self._save(job, "external_weights", request.path, ttl_seconds=request.ttl_seconds)
+        return SaveWeightsExternalResponseInternal(path=path, size_bytes=size)
+
+    def _save(
+        self,
+        job: Job,
+        kind: CheckpointKind,
+        name: str,
+        *,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str] | None = None,
+        overwrite: bool = False,
+        with_optimizer: bool = False,
+    ) -> tuple[str, int]:
+        """The path and size of the new checkpoint. Its files are in place before anyone can find it."""
+        model, adapter = self._model(job), self._adapter(job)
+        key = CheckpointKey(run_id=model.model_id, kind=kind, name=name)
+        taken = self._store.checkpoints.get(key, job.owner)
+        if taken is not None and not overwrite and taken.request_id != job.request_id:
+            raise InvalidInputError(
+                f"{key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
+                field="path",
+                value=name,
+            )
+        with self._folders.writing(key.tinker_path) as folder:
+            adapter_files.write_adapter(folder, adapter, model.base_model)
+            if with_optimizer:
+                adapter_files.write_optimizer(folder, adapter)
+        size = self._folders.size_bytes(key.tinker_path)
+        expires = None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
+        self._store.checkpoints.save(
+            NewCheckpoint(
+                key=key,
+                owner=job.owner,
+                base_model=model.base_model,
+                lora=model.lora,
+                optimizer_config=model.optimizer_config,
+                size_bytes=size,
+                request_id=job.request_id,
+                user_metadata=user_metadata,
+                expires=expires,
+            ),
+            overwrite=overwrite,
+        )
+        return key.tinker_path, size
+
+    def _snapshot(self, job: Job, request: SaveWeightsForSamplerRequest) -> str:
+        """A sampler of the weights as they are now, in memory."""
+        sampler = self._store.samplers.create(
+            NewSampler(
+                session_id=job.session_id,
+                sampling_session_seq_id=request.sampling_session_seq_id or 0,
+                owner=job.owner,
+                base_model=self._base_model,
+                model_id=job.model_id,
+                model_seq_id=job.seq_id,
+            )
+        )
+        self._weights.keep(sampler.sampler_id, self._adapter(job).frozen_copy())
+        return sampler.sampler_id
+
+    def _load_weights(self, job: Job) -> LoadWeightsResponse:
+        request = json.decode(LoadWeightsRequest, job.payload)
+        assert job.model_id is not None
+        if job.model_id not in self._adapters and job.seq_id == 0:
+            self._adapters[job.model_id] = self._new_adapter(self._model(job))
+        self._load(job, self._adapter(job))
+        return LoadWeightsResponse(path=request.path, model_id=job.model_id)
+
+    def _load(self, job: Job, adapter: Adapter) -> None:
+        request = json.decode(LoadWeightsRequest, job.payload)
+        if not self._folders.exists(request.path):
+            raise InvalidInputError(f"{request.path} does not exist any more.", field="path", value=request.path)
+        adapter_files.read_adapter(self._folders.folder(request.path), adapter, with_optimizer=request.optimizer)
+
+    def _unload_model(self, job: Job) -> UnloadModelResponse:
+        assert job.model_id is not None
+        self._adapters.pop(job.model_id, None)
+        return UnloadModelResponse(model_id=job.model_id)
+
+    # Live models
+
+    def _adapter(self, job: Job) -> Adapter:
+        assert job.model_id is not None
+        if job.model_id not in self._adapters:
+            self._adapters[job.model_id] = self.rebuilt(self._model(job), before_seq=job.seq_id)
+        return self._adapters[job.model_id]
+
+    def rebuilt(self, model: Model, before_seq: int) -> Adapter:
+        """The adapter as it was just before an operation: every earlier one that was done is done again."""
+        adapter = self._new_adapter(model)
+        done = -1
+        while history := self._store.jobs.history(model.model_id, done, REPLAYED_AT_ONCE):
+            for job in history:
+                if job.seq_id >= before_seq:
+                    return adapter
+                self._replay(job, adapter)
+            done = history[-1].seq_id
+            log.info("Rebuilding %s: %d operations replayed.", model.model_id, done)
+        return adapter
+
+    def _replay(self, job: Job, adapter: Adapter) -> None:
+        if job.kind == "optim_step":
+            self._step(job, adapter)
+        elif job.kind == "load_weights":
+            self._load(job, adapter)
+        elif job.kind == "forward_backward":
+            request = proto.decode_forward_backward_request(job.payload)
+            if not request.forward_only:
+                graph = self._graph(job, request)
+                self._engine.forward_backward(
+                    [_row(job, request, datum, adapter, graph) for datum in request.input.data]
+                )
+
+    def _new_adapter(self, model: Model) -> Adapter:
+        lora = model.lora
+        return self._engine.create_adapter(
+            AdapterSpec(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp, lora.train_unembed)
+        )
+
+    def _model(self, job: Job) -> Model:
+        model = self._store.models.get(job.model_id or "", job.owner)
+        if model is None:
+            raise InvalidInputError(f"There is no model {job.model_id!r}.", field="model_id", value=job.model_id)
+        return model
+
+
+def _row(job: Job, request: TrainingRequest, datum: Datum, adapter: Adapter, graph: CustomLossGraph | None) -> TrainRow:
+    return TrainRow(
+        adapter=adapter,
+        tokens=np.array(datum.model_input.to_ints(), dtype=np.int64),
+        loss=request.input.loss_fn,
+        inputs={name: tensor.to_numpy() for name, tensor in datum.loss_fn_inputs.items()},
+        config=request.input.loss_fn_config or {},
+        backward=not request.forward_only,
+        graph=graph,
+        job=job.request_id,
+    )
+
+
+def _data_outcome(outputs: Sequence[RowOutput]) -> Outcome:
+    for output in outputs:
+        if output.error is not None:
+            return Failed(error=output.error.message, category="user")
+    result = ForwardBackwardOutput(
+        loss_fn_output_type="ArrayRecord",
+        loss_fn_outputs=[
+            {"logprobs": TensorData.from_numpy(output.logprobs)} for output in outputs if output.logprobs is not None
+        ],
+        metrics={"loss:sum": sum(output.loss for output in outputs), **_custom_metrics(outputs)},
+    )
+    return Done(result=proto.encode_forward_backward_output(result), content_type=PROTOBUF)
+
+
+def _custom_metrics(outputs: Sequence[RowOutput]) -> dict[str, float]:
+    """What a custom loss reported for each datum, added up, or averaged where its name ends in `:mean`."""
+    names = dict.fromkeys(name for output in outputs for name in output.metrics)
+    totals = {name: sum(output.metrics.get(name, 0.0) for output in outputs) for name in names}
+    return {name: total / len(outputs) if name.endswith(":mean") else total for name, total in totals.items()}
+
+
+def server_failure(job: Job, error: Exception) -> Failed:
+    log.error("%s %s failed", job.kind, job.request_id, exc_info=error)
+    return Failed(
+        error=f"The server failed on this operation ({type(error).__name__}); see its log.", category="server"
+    )

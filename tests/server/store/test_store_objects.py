@@ -1,0 +1,429 @@
+"""Sessions, models, samplers, losses, checkpoints, keys and the audit trail."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import msgspec
+import pytest
+
+from tests.server.store.making import MODEL, Clock, at_once, new_checkpoint, new_model, training
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store import Store
+from tinsmith.server.store.records import (
+    Lora,
+    NewLoss,
+    NewSampler,
+    NewSession,
+    SessionQuery,
+    StatusFilter,
+    Storage,
+)
+
+HOUR = timedelta(hours=1)
+ANN = NewSession(owner="ann")
+
+
+# Sessions
+
+
+def test_a_session_comes_back_as_it_was_made(store: Store) -> None:
+    made = store.sessions.create(
+        NewSession(
+            owner="ann",
+            tags=("a", "ü"),
+            user_metadata={"run": "1", "nested": {"x": [1]}},
+            sdk_version="1.0",
+            project_id="p",
+            display_name="My run",
+        )
+    )
+    assert store.sessions.get(made.session_id, "ann") == made
+    assert store.sessions.get(made.session_id, "bob") is None
+
+
+def test_a_heartbeat_moves_the_time_and_tells_the_state(store: Store) -> None:
+    made = store.sessions.create(ANN)
+    assert store.sessions.heartbeat(made.session_id, "ann") == "active"
+    assert store.sessions.heartbeat(made.session_id, "bob") is None
+    found = store.sessions.get(made.session_id, "ann")
+    assert found is not None
+    assert found.heartbeat > made.heartbeat
+
+
+def test_the_first_end_of_a_session_stands(store: Store) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    assert store.sessions.finish(session_id, "ann", "errored", "boom")
+    assert store.sessions.finish(session_id, "ann", "success")
+    assert store.sessions.cancel(session_id, "ann", "no heartbeat")
+    found = store.sessions.get(session_id, "ann")
+    assert found is not None
+    assert (found.state, found.finish_reason, found.finish_detail) == ("client_finished", "errored", "boom")
+    assert store.sessions.heartbeat(session_id, "ann") == "client_finished"
+
+
+def test_nobody_ends_or_moves_the_session_of_another(store: Store) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    assert not store.sessions.finish(session_id, "bob", "success")
+    assert not store.sessions.set_project(session_id, "bob", "p")
+    assert store.sessions.set_project(session_id, "ann", "p")
+    found = store.sessions.get(session_id, "ann")
+    assert found is not None
+    assert (found.state, found.project_id) == ("active", "p")
+
+
+def test_sessions_are_listed_newest_first_in_pages(store: Store) -> None:
+    made = [store.sessions.create(ANN).session_id for _ in range(5)]
+    store.sessions.create(NewSession(owner="bob"))
+    assert store.sessions.page("ann", limit=2) == [made[4], made[3]]
+    assert store.sessions.page("ann", limit=10, offset=4) == [made[0]]
+
+
+def test_a_session_knows_its_models_and_samplers(store: Store) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    store.models.create(new_model(model_id="m1", session_id=session_id))
+    sampler = store.samplers.create(
+        NewSampler(session_id=session_id, sampling_session_seq_id=0, owner="ann", base_model="tiny")
+    )
+    members = store.sessions.members(session_id)
+    assert (members.model_ids, members.sampler_ids) == (["m1"], [sampler.sampler_id])
+
+
+def found_by(store: Store, **wanted: object) -> list[str]:
+    query = msgspec.structs.replace(SessionQuery(owners=("ann",)), **wanted)
+    return [summary.session.session_id for summary in store.sessions.search(query).sessions]
+
+
+def test_a_search_narrows_by_everything_that_is_given(store: Store) -> None:
+    plain = store.sessions.create(ANN).session_id
+    special = store.sessions.create(
+        NewSession(owner="ann", project_id="p", display_name="x", user_metadata={"a": "1", "b": "2"})
+    ).session_id
+    foreign = store.sessions.create(NewSession(owner="bob")).session_id
+    assert found_by(store) == [special, plain]
+    assert found_by(store, owners=("ann", "bob")) == [foreign, special, plain]
+    assert found_by(store, session_id=foreign) == []
+    assert found_by(store, project_ids=("p", "q")) == [special]
+    assert found_by(store, project_ids=()) == []
+    assert found_by(store, display_name="x") == [special]
+    assert found_by(store, user_metadata={"a": "1", "b": "2"}) == [special]
+    assert found_by(store, user_metadata={"a": "1", "b": "3"}) == []
+
+
+@pytest.mark.parametrize("text", ['a"b', "a.b", "$", "a'b", "a]b", "\\", "%", "ü", ""])
+def test_a_search_takes_any_text_in_metadata(store: Store, text: str) -> None:
+    session_id = store.sessions.create(NewSession(owner="ann", user_metadata={text: text})).session_id
+    store.sessions.create(NewSession(owner="ann", user_metadata={"other": text}))
+    assert found_by(store, user_metadata={text: text}) == [session_id]
+
+
+def test_a_search_by_status(store: Store) -> None:
+    active = store.sessions.create(ANN).session_id
+    lost = store.sessions.create(ANN).session_id
+    good = store.sessions.create(ANN).session_id
+    bad = store.sessions.create(ANN).session_id
+    store.sessions.cancel(lost, "ann", "no heartbeat")
+    store.sessions.finish(good, "ann", "success")
+    store.sessions.finish(bad, "ann", "errored")
+    assert found_by(store, statuses=(StatusFilter(state="active"),)) == [active]
+    assert found_by(store, statuses=(StatusFilter(state="client_finished"),)) == [bad, good]
+    errored = StatusFilter(state="client_finished", reasons=("errored", "interrupted"))
+    assert found_by(store, statuses=(errored, StatusFilter(state="cancelled"))) == [bad, lost]
+    assert found_by(store, statuses=()) == []
+
+
+def test_a_search_continues_at_its_cursor(store: Store) -> None:
+    made = [store.sessions.create(ANN).session_id for _ in range(5)]
+    query = SessionQuery(owners=("ann",), limit=2)
+    pages = []
+    while True:
+        found = store.sessions.search(query)
+        pages.append([summary.session.session_id for summary in found.sessions])
+        if found.next_cursor is None:
+            break
+        query = msgspec.structs.replace(query, cursor=found.next_cursor)
+    assert pages == [[made[4], made[3]], [made[2], made[1]], [made[0]]]
+
+
+def test_a_search_tells_how_much_a_session_stores(store: Store) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    store.models.create(new_model(session_id=session_id))
+    store.checkpoints.save(new_checkpoint("one", size_bytes=3))
+    store.checkpoints.save(new_checkpoint("two", size_bytes=4))
+    (summary,) = store.sessions.search(SessionQuery(owners=("ann",))).sessions
+    assert (summary.checkpoints_count, summary.checkpoint_bytes) == (2, 7)
+
+
+# Models
+
+
+def test_a_model_comes_back_as_it_was_made(store: Store) -> None:
+    lora = Lora(rank=4, seed=2**40, train_attn=False, train_mlp=True, train_unembed=False)
+    store.jobs.enqueue(training(0, kind="create_model"), model=new_model(lora=lora, user_metadata={"a": "b"}))
+    model = store.models.get(MODEL, "ann")
+    assert model is not None
+    assert (model.lora, model.optimizer_config, model.user_metadata) == (lora, {"type": "adamw"}, {"a": "b"})
+    assert (model.session_id, model.trainable, model.corrupted) == ("s", True, None)
+
+
+def test_every_submission_moves_the_time_of_the_last_request(store: Store) -> None:
+    store.jobs.enqueue(training(0, kind="create_model"), model=new_model())
+    before = store.models.get(MODEL, "ann")
+    store.jobs.enqueue(training(1))
+    after = store.models.get(MODEL, "ann")
+    assert before is not None
+    assert after is not None
+    assert after.last_request > before.last_request
+
+
+def test_models_are_listed_newest_first_with_their_number(store: Store) -> None:
+    for number in range(5):
+        store.models.create(new_model(model_id=f"m{number}"))
+    store.models.create(new_model(model_id="foreign", owner="bob"))
+    page = store.models.page("ann", limit=2, offset=1)
+    assert ([model.model_id for model in page.items], page.total) == (["m3", "m2"], 5)
+
+
+def test_models_of_a_project_are_those_of_its_sessions(store: Store) -> None:
+    session_id = store.sessions.create(NewSession(owner="ann", project_id="p")).session_id
+    store.models.create(new_model(model_id="inside", session_id=session_id))
+    store.models.create(new_model(model_id="outside"))
+    page = store.models.page("ann", limit=10, project_id="p")
+    assert ([model.model_id for model in page.items], page.total) == (["inside"], 1)
+
+
+def test_a_published_checkpoint_makes_its_run_accessible_and_not_owned(store: Store) -> None:
+    store.models.create(new_model())
+    store.checkpoints.save(new_checkpoint())
+    assert store.models.get(MODEL, "bob", "accessible") is None
+    store.checkpoints.set_public(new_checkpoint().key, "ann", True)
+    assert store.models.get(MODEL, "bob", "accessible") is not None
+    assert store.models.get(MODEL, "bob") is None
+    assert store.models.page("bob", limit=10, scope="accessible").total == 1
+    assert store.models.page("bob", limit=10).total == 0
+
+
+def test_the_first_reason_for_corruption_stands(store: Store) -> None:
+    store.models.create(new_model())
+    store.models.mark_corrupted(MODEL, "snapshot unreadable")
+    store.models.mark_corrupted(MODEL, "later")
+    model = store.models.get(MODEL, "ann")
+    assert model is not None
+    assert model.corrupted == "snapshot unreadable"
+
+
+# Samplers and losses
+
+
+def test_a_repeated_sampling_session_finds_its_first(store: Store) -> None:
+    new = NewSampler(
+        session_id="s", sampling_session_seq_id=3, owner="ann", base_model="tiny", model_id=MODEL, model_seq_id=9
+    )
+    made = at_once(8, lambda place: store.samplers.create(msgspec.structs.replace(new, model_seq_id=place)))
+    assert made[0].sampler_id == "s:sample:3"
+    assert all(sampler == made[0] for sampler in made)
+    assert store.samplers.get("s:sample:3", "ann") == made[0]
+    assert store.samplers.get("s:sample:3", "bob") is None
+
+
+def test_every_clone_gets_its_own_number(store: Store) -> None:
+    new = NewSampler(session_id="s", sampling_session_seq_id=0, owner="ann", base_model="tiny")
+    sampler_id = store.samplers.create(new).sampler_id
+    numbers = at_once(8, lambda _: store.samplers.join(sampler_id, "ann"))
+    assert sorted(number or 0 for number in numbers) == list(range(1, 9))
+    assert store.samplers.join(sampler_id, "bob") is None
+
+
+def test_a_repeated_loss_finds_its_first(store: Store) -> None:
+    new = NewLoss(session_id="s", custom_loss_seq_id=0, owner="ann", name="mine", definition=b"{}")
+    made = store.losses.create(new)
+    assert store.losses.create(msgspec.structs.replace(new, definition=b"other")) == made
+    assert store.losses.get(made.loss_id, "ann") == made
+    assert store.losses.get(made.loss_id, "bob") is None
+
+
+# Checkpoints
+
+
+def test_a_checkpoint_comes_back_as_it_was_saved(store: Store, clock: Clock) -> None:
+    new = new_checkpoint(user_metadata={"step": "10"}, expires=clock() + HOUR)
+    saved = store.checkpoints.save(new)
+    assert store.checkpoints.get(new.key, "ann") == saved
+    assert saved.key.tinker_path == "tinker://s:train:0/weights/one"
+    assert (saved.user_metadata, saved.expires, saved.public) == ({"step": "10"}, new.expires, False)
+
+
+def test_a_taken_name_is_refused_unless_overwritten(store: Store) -> None:
+    store.checkpoints.save(new_checkpoint(user_metadata={"a": "1"}))
+    store.checkpoints.set_public(new_checkpoint().key, "ann", True)
+    other = new_checkpoint(request_id="later", size_bytes=5)
+    with pytest.raises(InvalidInputError, match="exists already"):
+        store.checkpoints.save(other)
+    replaced = store.checkpoints.save(other, overwrite=True)
+    assert (replaced.size_bytes, replaced.user_metadata, replaced.public) == (5, None, False)
+    assert store.checkpoints.get(other.key, "ann") == replaced
+
+
+def test_a_job_that_saves_again_after_a_crash_finds_its_checkpoint(store: Store) -> None:
+    first = store.checkpoints.save(new_checkpoint())
+    assert store.checkpoints.save(new_checkpoint()) == first
+
+
+def test_of_many_that_save_one_name_one_succeeds(store: Store) -> None:
+    def save(place: int) -> bool:
+        try:
+            store.checkpoints.save(new_checkpoint(request_id=str(place)))
+        except InvalidInputError:
+            return False
+        return True
+
+    assert sum(at_once(8, save)) == 1
+
+
+def test_kinds_have_names_of_their_own(store: Store) -> None:
+    weights = new_checkpoint()
+    sampler = new_checkpoint(key=msgspec.structs.replace(weights.key, kind="sampler_weights"))
+    store.checkpoints.save(weights)
+    store.checkpoints.save(sampler)
+    assert store.checkpoints.page("ann", limit=10).total == 2
+
+
+def test_only_a_published_checkpoint_can_be_read_by_others(store: Store) -> None:
+    key = store.checkpoints.save(new_checkpoint()).key
+    assert store.checkpoints.get(key, "bob") is None
+    assert store.checkpoints.of_run(MODEL, "bob") == []
+    assert store.checkpoints.set_public(key, "bob", True) is None
+    assert store.checkpoints.set_public(key, "ann", True) == "changed"
+    assert store.checkpoints.set_public(key, "ann", True) == "unchanged"
+    assert store.checkpoints.get(key, "bob") is not None
+    assert len(store.checkpoints.of_run(MODEL, "bob")) == 1
+    assert store.checkpoints.page("bob", limit=10).items == []
+    store.checkpoints.set_public(key, "ann", False)
+    assert store.checkpoints.get(key, "bob") is None
+
+
+def test_a_published_checkpoint_cannot_be_changed_by_others(store: Store, clock: Clock) -> None:
+    key = store.checkpoints.save(new_checkpoint()).key
+    store.checkpoints.set_public(key, "ann", True)
+    assert not store.checkpoints.delete(key, "bob")
+    assert not store.checkpoints.set_expiry(key, "bob", clock())
+    assert store.checkpoints.get(key, "ann") is not None
+
+
+def test_a_checkpoint_past_its_time_is_gone_at_once_and_removed_later(store: Store, clock: Clock) -> None:
+    key = store.checkpoints.save(new_checkpoint()).key
+    store.checkpoints.set_public(key, "ann", True)
+    assert store.checkpoints.set_expiry(key, "ann", clock() + HOUR)
+    assert store.checkpoints.expired() == []
+    clock.pass_(HOUR)
+    assert store.checkpoints.get(key, "ann") is None
+    assert store.checkpoints.of_run(MODEL, "ann") == []
+    assert store.checkpoints.page("ann", limit=10).total == 0
+    assert store.checkpoints.set_public(key, "ann", False) is None
+    (expired,) = store.checkpoints.expired()
+    assert store.checkpoints.delete(expired.key, expired.owner)
+    assert store.checkpoints.expired() == []
+
+
+def test_the_name_of_an_expired_checkpoint_is_free(store: Store, clock: Clock) -> None:
+    store.checkpoints.save(new_checkpoint(expires=clock() + HOUR))
+    clock.pass_(HOUR)
+    saved = store.checkpoints.save(new_checkpoint(request_id="later"))
+    assert saved.expires is None
+    assert store.checkpoints.expired() == []
+
+
+def test_checkpoints_are_listed_newest_first_with_their_number(store: Store) -> None:
+    for name in ("one", "two", "three"):
+        store.checkpoints.save(new_checkpoint(name))
+    page = store.checkpoints.page("ann", limit=2)
+    assert ([checkpoint.key.name for checkpoint in page.items], page.total) == (["three", "two"], 3)
+    assert [checkpoint.key.name for checkpoint in store.checkpoints.of_run(MODEL, "ann")] == ["three", "two", "one"]
+
+
+def test_the_latest_checkpoint_of_many_runs_in_one_query(store: Store) -> None:
+    for run, name in (("r1", "old"), ("r1", "new"), ("r2", "only")):
+        key = msgspec.structs.replace(new_checkpoint(name).key, run_id=run)
+        store.checkpoints.save(new_checkpoint(name, key=key))
+    latest = store.checkpoints.latest(["r1", "r2", "r3"], "weights", "ann")
+    assert {run: checkpoint.key.name for run, checkpoint in latest.items()} == {"r1": "new", "r2": "only"}
+    assert store.checkpoints.latest(["r1"], "sampler_weights", "ann") == {}
+    assert store.checkpoints.latest(["r1"], "weights", "bob") == {}
+
+
+def test_storage_is_counted_by_project(store: Store) -> None:
+    session_id = store.sessions.create(NewSession(owner="ann", project_id="p")).session_id
+    store.models.create(new_model(session_id=session_id))
+    store.checkpoints.save(new_checkpoint("one", size_bytes=2**40))
+    store.checkpoints.save(new_checkpoint("two", size_bytes=1))
+    assert store.checkpoints.storage("ann") == [Storage(project_id="p", count=2, size_bytes=2**40 + 1)]
+    assert store.checkpoints.storage("bob") == []
+
+
+# Keys
+
+
+def test_a_key_is_shown_once_and_verified_by_its_hash(store: Store) -> None:
+    new = store.keys.create("ann", "laptop", note="mine")
+    assert new.plain.startswith("tml-")
+    assert store.keys.verify(new.plain) == new.key
+    assert store.keys.verify(new.plain + "x") is None
+    assert new.plain not in repr(new)
+    assert new.plain not in repr(store.keys.all())
+    assert new.key.hint == new.plain[-4:]
+
+
+def test_a_revoked_key_is_refused_at_once(store: Store) -> None:
+    new = store.keys.create("ann", "laptop")
+    assert store.keys.revoke(new.key.key_id)
+    assert store.keys.verify(new.plain) is None
+    assert not store.keys.revoke(new.key.key_id)
+    assert not store.keys.revoke(999)
+
+
+def test_a_configured_key_keeps_its_owner_over_restarts(store: Store) -> None:
+    first = store.keys.register("tml-team", "config")
+    assert store.keys.register("tml-team", "config") == first
+    other = store.keys.register("tml-other", "config")
+    assert first.owner != other.owner
+    assert store.keys.verify("tml-team") == first
+
+
+def test_a_revoked_key_does_not_come_back_by_configuration(store: Store) -> None:
+    key = store.keys.register("tml-team", "config")
+    store.keys.revoke(key.key_id)
+    store.keys.register("tml-team", "config")
+    assert store.keys.verify("tml-team") is None
+
+
+def test_keys_are_listed_by_owner(store: Store) -> None:
+    ann = store.keys.create("ann", "a").key
+    bob = store.keys.create("bob", "b").key
+    assert store.keys.all() == [ann, bob]
+    assert store.keys.all("bob") == [bob]
+
+
+# Audit
+
+
+def test_the_audit_trail_is_the_owners_and_can_be_narrowed(store: Store, clock: Clock) -> None:
+    store.audit.record("ann", "checkpoint_publish", {"by": "ann"}, tinker_path="tinker://r/weights/x")
+    clock.pass_(timedelta(days=1))
+    store.audit.record("ann", "session_finish")
+    store.audit.record("bob", "checkpoint_publish")
+    assert [event.event for event in store.audit.events("ann")] == ["session_finish", "checkpoint_publish"]
+    (published,) = store.audit.events("ann", resource="checkpoint")
+    assert (published.details, published.tinker_path) == ({"by": "ann"}, "tinker://r/weights/x")
+    assert [event.event for event in store.audit.events("ann", day=published.time.date())] == ["checkpoint_publish"]
+
+
+# Values no database takes
+
+
+@pytest.mark.parametrize("text", ["\ud800", "nul\x00"])
+def test_text_that_cannot_be_stored_is_refused(store: Store, text: str) -> None:
+    with pytest.raises(InvalidInputError):
+        store.sessions.create(NewSession(owner="ann", user_metadata={"a": text}))
+    with pytest.raises(InvalidInputError):
+        store.sessions.create(NewSession(owner="ann", display_name=text))
+    assert store.sessions.page("ann", limit=1) == []
