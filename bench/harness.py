@@ -51,7 +51,9 @@ def play(conduct: Callable[[], None], measure: Callable[..., Any]) -> None:
 def measured(peer: Peer, **arguments: Any) -> Any:
     """What this bench's `measure` returns for a package. Its log goes nowhere: the faults are meant."""
     command = [str(python_of(peer.environment)), sys.argv[0], "--measure", peer.module, json.dumps(arguments)]
-    done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False, timeout=RUN_SECONDS)
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, check=False, timeout=RUN_SECONDS
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -86,8 +88,7 @@ def service(sdk: ModuleType, url: str) -> Any:
 
 class Row(NamedTuple):
     figure: str
-    official: float
-    ours: float
+    official_and_ours: Sequence[float]
     bar: str = "-"
     """What we promise, if anything."""
     met: bool = True
@@ -95,9 +96,14 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> tuple[str, ...]:
-        numbers = (f"{value:,.{self.decimals}f}" for value in (self.official, self.ours))
-        ratio = f"{self.ours / self.official:.2f}" if self.official else "-"
+        official, ours = self.official_and_ours
+        numbers = (f"{value:,.{self.decimals}f}" for value in (official, ours))
+        ratio = f"{ours / official:.2f}" if official else "-"
         return (self.figure, *numbers, self.bar if self.met else f"{self.bar} MISSED", ratio)
+
+
+def both(official: Numbers, ours: Numbers, name: str) -> tuple[float, float]:
+    return official[name], ours[name]
 
 
 def print_table(rows: Sequence[Row]) -> None:

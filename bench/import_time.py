@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 
 import harness
 from environments import python_of
-from harness import Numbers, Peer, Row, clean_environment
+from harness import Numbers, Peer, Row, both, clean_environment
 
 RUNS = 15
 HEAVY = ("torch", "transformers", "numpy", "pydantic", "httpx", "rich")
@@ -16,7 +15,6 @@ HEAVY = ("torch", "transformers", "numpy", "pydantic", "httpx", "rich")
 # Run as `python -c`, because a bench file would bring imports of its own.
 TEXT = """
 import sys, time
-before = len(sys.modules)
 wall, cpu = time.perf_counter(), time.process_time()
 import {module} as sdk
 {then}
@@ -29,8 +27,6 @@ sys.stdout.flush()
 import os
 os._exit(0)
 """
-NOTHING = "pass"
-MAKE_A_CLIENT = "sdk.ServiceClient(base_url='http://127.0.0.1:9', api_key='tml-bench')"
 
 
 def imported(peer: Peer, then: str) -> Numbers:
@@ -47,38 +43,40 @@ def in_turns(peers: list[Peer], then: str) -> list[Numbers]:
             numbers = imported(peer, then)
             if run:  # the first one reads from the disk and writes byte code
                 mine.append(numbers)
-    return [{name: statistics.median(run[name] for run in mine) for name in mine[0]} for mine in results]
+    return [harness.median(mine) for mine in results]
+
+
+def import_rows(official: Numbers, ours: Numbers, official_torch: Numbers, ours_torch: Numbers) -> list[Row]:
+    rows = []
+    for where, theirs, mine in (("", official, ours), (", torch installed", official_torch, ours_torch)):
+        rows += [
+            Row(f"import: CPU{where} (ms)", both(theirs, mine, "cpu"), "a fifth", 5 * mine["cpu"] <= official["cpu"]),
+            Row(f"import: wall{where} (ms)", both(theirs, mine, "wall"), "80", mine["wall"] <= 80),
+            Row(f"import: memory{where} (MB)", both(theirs, mine, "rss"), "25", mine["rss"] <= 25),
+            Row(f"import: modules{where}", both(theirs, mine, "modules"), "200", mine["modules"] <= 200, 0),
+            Row(f"import: heavy packages loaded{where}", both(theirs, mine, "heavy"), "0", not mine["heavy"], 0),
+        ]
+    return rows
+
+
+def client_rows(official: Numbers, ours: Numbers, official_torch: Numbers, ours_torch: Numbers) -> list[Row]:
+    rows = []
+    for where, theirs, mine in (("", official, ours), (", torch installed", official_torch, ours_torch)):
+        light = 5 * mine["cpu"] <= official["cpu"]
+        rows += [
+            Row(f"import and a ServiceClient: CPU{where} (ms)", both(theirs, mine, "cpu"), "a fifth", light),
+            Row(f"import and a ServiceClient: wall{where} (ms)", both(theirs, mine, "wall")),
+            Row(f"import and a ServiceClient: memory{where} (MB)", both(theirs, mine, "rss")),
+        ]
+    return rows
 
 
 def main() -> None:
     peers = [harness.OFFICIAL, harness.OURS, Peer("tinker", "official-torch"), Peer("tinsmith", "plain-torch")]
-    official, ours, official_torch, ours_torch = in_turns(peers, NOTHING)
-    official_client, our_client, official_client_torch, our_client_torch = in_turns(peers, MAKE_A_CLIENT)
-    fifth = "a fifth"
-    rows = [
-        Row("import, CPU (ms)", official["cpu"], ours["cpu"], fifth, 5 * ours["cpu"] <= official["cpu"]),
-        Row("import, CPU, torch installed (ms)", official_torch["cpu"], ours_torch["cpu"], "unchanged by torch",
-            abs(ours_torch["cpu"] - ours["cpu"]) <= max(5, 0.25 * ours["cpu"])),
-        Row("import, wall (ms)", official["wall"], ours["wall"], "80", ours["wall"] <= 80),
-        Row("import, wall, torch installed (ms)", official_torch["wall"], ours_torch["wall"], "80",
-            ours_torch["wall"] <= 80),
-        Row("memory after import (MB)", official["rss"], ours["rss"], "25", ours["rss"] <= 25),
-        Row("memory after import, torch installed (MB)", official_torch["rss"], ours_torch["rss"], "25",
-            ours_torch["rss"] <= 25),
-        Row("modules after import", official["modules"], ours["modules"], "200", ours["modules"] <= 200, 0),
-        Row("heavy packages loaded by import", official_torch["heavy"], ours_torch["heavy"], "0",
-            not ours_torch["heavy"], 0),
-        Row("import and a ServiceClient, CPU (ms)", official_client["cpu"], our_client["cpu"], fifth,
-            5 * our_client["cpu"] <= official_client["cpu"]),
-        Row("import and a ServiceClient, CPU, torch installed (ms)", official_client_torch["cpu"],
-            our_client_torch["cpu"], fifth, 5 * our_client_torch["cpu"] <= official_client_torch["cpu"]),
-        Row("import and a ServiceClient, wall (ms)", official_client["wall"], our_client["wall"], fifth,
-            5 * our_client["wall"] <= official_client["wall"]),
-        Row("memory with a ServiceClient (MB)", official_client["rss"], our_client["rss"], "-", True),
-        Row("heavy packages loaded with a ServiceClient", official_client_torch["heavy"], our_client_torch["heavy"],
-            "no torch", True, 0),
-    ]
-    harness.print_table(rows)
+    harness.print_table(
+        import_rows(*in_turns(peers, "pass"))
+        + client_rows(*in_turns(peers, "sdk.ServiceClient(base_url='http://127.0.0.1:9', api_key='tml-bench')"))
+    )
 
 
 if __name__ == "__main__":

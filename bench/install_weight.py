@@ -41,9 +41,9 @@ def main() -> None:
     )
     harness.print_table(
         [
-            Row("packages besides itself", *packages, "10", packages[1] <= 10, 0),
-            Row("MB besides numpy", *light, "40", light[1] <= 40),
-            Row("MB with numpy", *with_numpy, "-", True),
+            Row("packages besides itself", packages, "10", packages[1] <= 10, 0),
+            Row("MB besides numpy", light, "40", light[1] <= 40),
+            Row("MB with numpy", with_numpy),
         ]
     )
     for name, sizes in (("tinker", official), ("tinsmith", ours)):

@@ -96,7 +96,7 @@ def conduct() -> None:
     }
     harness.print_table(
         [
-            Row(figure, official[name], ours[name], str(bar or "-"), bar is None or ours[name] <= bar)
+            Row(figure, harness.both(official, ours, name), str(bar or "-"), bar is None or ours[name] <= bar)
             for name, (figure, bar) in figures.items()
         ]
     )

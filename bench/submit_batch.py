@@ -1,4 +1,4 @@
-"""How long a training batch is on its way: from the caller's lists to its last byte at the server, and to the result."""
+"""How long a training batch is on its way: from the caller's lists to the server's last byte, and to the result."""
 
 from __future__ import annotations
 
@@ -50,24 +50,27 @@ def one_run(peer: Peer) -> Numbers:
 
 def _stages(batch: Numbers, arrivals: list[float]) -> Numbers:
     arrived = max(time for time in arrivals if batch["start"] < time < batch["done"])
-    points = {"build": (batch["start"], batch["built"]), "submit": (batch["built"], arrived),
-              "both": (batch["start"], arrived), "result": (batch["start"], batch["done"])}
+    points = {
+        "build": (batch["start"], batch["built"]),
+        "submit": (batch["built"], arrived),
+        "both": (batch["start"], arrived),
+        "result": (batch["start"], batch["done"]),
+    }
     return {name: 1e3 * (end - begin) for name, (begin, end) in points.items()} | {"cpu": 1e3 * batch["cpu"]}
 
 
 def conduct() -> None:
     official, ours = harness.in_turns(RUNS, one_run)
-    twice = 2 * ours["both"] <= official["both"]
-    names = {
-        "build": ("lists to data (ms)", "-", True),
-        "submit": ("data to the server's last byte (ms)", "half", 2 * ours["submit"] <= official["submit"]),
-        "both": ("lists to the server's last byte (ms)", "half", twice),
-        "result": ("lists to the result, the stub's work included (ms)", "-", True),
-        "cpu": ("client CPU for all of it (ms)", "-", True),
-    }
+    build, submit, both, result, cpu = (harness.both(official, ours, name) for name in ours)
     print(f"A batch of {DATA} x {TOKENS:,} tokens")
     harness.print_table(
-        [Row(figure, official[name], ours[name], bar, met) for name, (figure, bar, met) in names.items()]
+        [
+            Row("lists to data (ms)", build),
+            Row("data to the server's last byte (ms)", submit),
+            Row("lists to the server's last byte (ms)", both, "half", 2 * both[1] <= both[0]),
+            Row("lists to the result, the stub's work included (ms)", result),
+            Row("client CPU for all of it (ms)", cpu),
+        ]
     )
 
 

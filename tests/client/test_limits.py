@@ -255,6 +255,19 @@ def test_abandoned_samples_are_passed_over() -> None:
     assert setting.submitted == ["0:2"]
 
 
+def test_abandoned_samples_do_not_pile_up_behind_a_closed_gate() -> None:
+    setting = Setting()
+    setting.gate.back_off(3600)
+    setting.add(100)
+    for sample in setting.samples[10:]:
+        sample.abandoned = True
+        setting.lanes[0].abandoned()
+    assert len(setting.lanes[0]._waiting) < 25
+    setting.loop.advance(3600)
+    setting.loop.advance(THROTTLE_SECONDS)
+    assert setting.submitted == [f"0:{number}" for number in range(10)]
+
+
 def test_emptying_a_lane_gives_those_that_somebody_still_waits_for() -> None:
     setting = Setting()
     setting.gate.back_off(1)

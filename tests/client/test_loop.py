@@ -64,6 +64,19 @@ def test_what_one_thread_posts_runs_in_order_and_none_is_lost() -> None:
         assert [index for thread, index in seen if thread == number] == list(range(2000))
 
 
+def test_callers_who_are_quicker_than_the_loop_do_not_keep_it_from_working() -> None:
+    loop, stop = background_loop(), threading.Event()
+
+    def post_again() -> None:
+        if not stop.is_set():
+            loop.post(post_again)
+            loop.post(post_again) if len(loop._inbox) < 10 else None
+
+    loop.post(post_again)
+    assert run(lambda: asyncio.sleep(0.01, "worked")).result(PATIENCE) == "worked"
+    stop.set()
+
+
 def test_a_callback_runs_in_the_context_of_its_caller() -> None:
     trace: contextvars.ContextVar[str] = contextvars.ContextVar("trace")
     trace.set("mine")

@@ -15,6 +15,7 @@ import pytest
 from tests.support.probes import open_sockets
 from tests.support.server import FOREVER, Drop, FakeServer, HalfBody, Hang, Html, Reply
 from tests.support.training import KEY, PATIENCE
+from tinsmith.client import transport
 from tinsmith.client.config import Config
 from tinsmith.client.futures import run
 from tinsmith.client.retry import may_have_arrived
@@ -188,7 +189,7 @@ def test_each_class_of_traffic_has_a_pool_of_its_own(server: FakeServer) -> None
         poll = HttpRequest("POST", server.url + "/api/v1/retrieve_future", {"x-api-key": KEY}, b"{}", 30.0)
         train = poll._replace(url=server.url + PATH)
         polls = [asyncio.ensure_future(transport.send(Traffic.TRAIN_POLL, poll)) for _ in range(250)]
-        await asyncio.to_thread(server.wait_for, "retrieve_future", 200)
+        await asyncio.to_thread(server.wait_for, "retrieve_future", 20)
         status = (await transport.send(Traffic.TRAIN, train)).status
         for each in polls:
             each.cancel()
@@ -196,7 +197,19 @@ def test_each_class_of_traffic_has_a_pool_of_its_own(server: FakeServer) -> None
         return status
 
     assert on_loop(poll_and_train) == 200
-    assert len(server.received("retrieve_future")) == Traffic.TRAIN_POLL.max_in_flight
+    assert len(server.received("retrieve_future")) <= Traffic.TRAIN_POLL.max_in_flight
+
+
+@pytest.mark.parametrize("files", [64, 256, 1024, 1 << 20])
+def test_without_tls_all_pools_together_leave_the_program_files_to_open(
+    files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "_open_file_limit", lambda: files)
+    limits = [transport._max_in_flight(Config(base_url="http://x", api_key=KEY), traffic) for traffic in Traffic]
+    assert all(limit >= 4 for limit in limits)
+    assert sum(limits) <= max(files // 2, 4 * len(limits)) + 4 * len(limits)
+    over_tls = [transport._max_in_flight(Config(base_url="https://x", api_key=KEY), traffic) for traffic in Traffic]
+    assert over_tls == [traffic.max_in_flight for traffic in Traffic]
 
 
 def _until(condition: Callable[[], bool]) -> None:

@@ -407,7 +407,7 @@ def test_what_fails_in_the_turn_itself_reaches_its_future_alone(bench: Bench) ->
         (status_error(400), 2),
         (status_error(422), 2),
         (status_error(404), 2),
-        (status_error(401), 1),
+        (status_error(401), 2),
         (status_error(402), 1),
         (status_error(429), 1),
         (status_error(413, "<html>too large</html>"), 1),

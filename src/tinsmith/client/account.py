@@ -123,6 +123,12 @@ class Token:
         assert self._jwt is not None
         return self._jwt
 
+    def discard(self, token: str) -> bool:
+        """Forgets a token the server no longer takes. False if it is the user's own credential, and there is no other."""
+        if self._jwt == token:
+            self._jwt = None
+        return self._exchange_enabled
+
     async def _renew(self, exchange: Callable[[str], Awaitable[str]]) -> None:
         async def renew() -> None:
             self._keep(await exchange(await self.raw()))
@@ -147,7 +153,7 @@ class Token:
         except ClientClosedError:
             self._renew_ahead_at = 0.0  # the client that asked is gone; the next one asks again
         except TinkerError as error:
-            logger.warning("The access token could not be renewed ahead of time (%s); keeping the old one.", error)
+            logger.warning("The access token could not be renewed ahead of time (%s); keeping the old one.", str(error))
         finally:
             self._refresh = None
 

@@ -20,7 +20,7 @@ MIN_INTERVAL_SECONDS = 0.02
 """Completions that come one by one are gathered for this long, so that they share a poll."""
 IDLE_INTERVAL_SECONDS = 0.5
 """An answer without completions that comes sooner than this was no long poll, so we pace ourselves."""
-MAX_EARLY = 100_000
+MAX_EARLY = 10_000
 
 
 class BatchPoller:
@@ -92,7 +92,7 @@ class BatchPoller:
             "POST",
             "/api/v1/retrieve_futures",
             wire_json.encode(request),
-            Traffic.SESSION,
+            Traffic.POLL,
             timeout=POLL_TIMEOUT_SECONDS,
         )
         answer = decode(FuturesRetrieveResponse, await self._connection.call(call, retry), call)
@@ -107,5 +107,7 @@ class BatchPoller:
             waiter = self._waiters.get(completion.request_id)
             if waiter is not None and not waiter.done():
                 waiter.set_result(size)
-            elif waiter is None and len(self._early) < MAX_EARLY:
+            elif waiter is None:
                 self._early[completion.request_id] = size
+        while len(self._early) > MAX_EARLY:  # the oldest are of samples that nobody waits for any more
+            del self._early[next(iter(self._early))]

@@ -56,6 +56,7 @@ M = TypeVar("M", bound=Model)
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 KEY_HEADER = "x-api-key"
+TOKEN_PATH = "/api/v1/auth/token"
 MAX_REDIRECTS = 5
 WARNING_INTERVAL_SECONDS = 10.0
 TELEMETRY_TIMEOUT_SECONDS = 5.0
@@ -147,6 +148,11 @@ class Connection:
             value = credential or await self.account.token.current(self._exchange)
             request = self._request(call, number, value, key)
             response = await self._send(call.traffic, request)
+            if response.status == 401 and credential is None and self.account.token.discard(value):
+                # A token may be revoked before it expires. A new one is tried once.
+                value = await self.account.token.current(self._exchange)
+                request = self._request(call, number, value, key)
+                response = await self._send(call.traffic, request)
             if response.status not in call.expected:
                 raise_for_status(response, request, (value, *self._secrets))
             return response
@@ -216,7 +222,7 @@ class Connection:
             ) from error
 
     async def _exchange(self, credential: str) -> str:
-        call = Call("POST", "/api/v1/auth/token", b"{}", Traffic.SESSION)
+        call = Call("POST", TOKEN_PATH, b"{}", Traffic.SESSION)
         return decode(AuthTokenResponse, await self._call_as(call, credential), call).jwt
 
     async def claims(self) -> dict[str, Any] | None:
@@ -245,7 +251,8 @@ class Connection:
         now = self.clock.now()
         if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
             self._warned_at = now
-            logger.warning("%s Trying again in %.1f s.", error, pause)
+            # As text: a handler that keeps records would keep the error's frames, and with them the client.
+            logger.warning("%s Trying again in %.1f s.", str(error), pause)
 
     # Running and reporting
 

@@ -73,6 +73,7 @@ class SampleLane:
     def __init__(self, max_unfinished: int | None) -> None:
         self.max_unfinished = max_unfinished
         self._waiting: deque[WaitingSample] = deque()
+        self._abandoned = 0
         self._unfinished = 0
 
     def add(self, sample: WaitingSample) -> None:
@@ -86,10 +87,17 @@ class SampleLane:
     def finished(self) -> None:
         self._unfinished -= 1
 
+    def abandoned(self) -> None:
+        """One that waits was given up. They are swept out when they are many, so that each costs little."""
+        self._abandoned += 1
+        if 2 * self._abandoned > len(self._waiting):
+            self._waiting = deque(self.empty())
+
     def empty(self) -> list[WaitingSample]:
-        """Takes out all that wait."""
+        """Takes out all that somebody still waits for."""
         waiting = [sample for sample in self._waiting if not sample.is_abandoned()]
         self._waiting.clear()
+        self._abandoned = 0
         return waiting
 
     def take(self) -> WaitingSample | None:
@@ -100,6 +108,7 @@ class SampleLane:
             if not sample.is_abandoned():
                 self._unfinished += 1
                 return sample
+            self._abandoned -= 1
         return None
 
 

@@ -50,9 +50,10 @@ class BackgroundLoop:
             self.asyncio_loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        # Cleared first: whoever appends from here on either is seen below or orders another wake-up.
+        # Cleared first: whoever appends from here on either is counted below or orders another wake-up. Only what is
+        # there now is done in one go, so that callers who are quicker than the loop do not keep it from its work.
         self._wake_up_due = False
-        while self._inbox:
+        for _ in range(len(self._inbox)):
             context, callback, args = self._inbox.popleft()
             try:
                 context.run(callback, *args)

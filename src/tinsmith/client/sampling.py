@@ -644,7 +644,8 @@ class _Sample:
         if self in self.client._resting:
             self.end_rest(CancelledError())
         elif self.task is None:
-            connection.account.pending.give_back()  # it waits in line, where it will be passed over
+            connection.account.pending.give_back()
+            self.client._lane.abandoned()
         elif not self.task.done():
             connection.loop.cancel_soon(self.task)
         if request_id is not None and connection.account.dynamic_flags.sample_cancel_enabled:
@@ -658,7 +659,7 @@ async def _cancel_on_server(connection: Connection, request_id: str) -> None:
         async with connection.account.cancellations:
             await connection.guard(connection.call(call), report=False)
     except TinkerError as error:
-        logger.debug("The server was not told that sample %s is no longer wanted: %s", request_id, error)
+        logger.debug("The server was not told that sample %s is no longer wanted: %s", request_id, str(error))
 
 
 async def _create_sampling_session(connection: Connection, request: CreateSamplingSessionRequest) -> str:

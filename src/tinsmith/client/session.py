@@ -124,7 +124,7 @@ class Session:
         except NotFoundError:
             pass  # an older server: the defaults hold
         except TinkerError as error:
-            logger.debug("The server's flags could not be refreshed: %s", error)
+            logger.debug("The server's flags could not be refreshed: %s", str(error))
         return max(MIN_REFRESH_SECONDS, account.dynamic_flags.refresh_interval_sec)
 
     async def _quick(self, path: str, body: bytes) -> HttpResponse:
@@ -191,7 +191,7 @@ async def _keep_alive(ref: weakref.ref[Session]) -> None:
             now = time.monotonic()
             if now - warned >= HEARTBEAT_WARNING_SECONDS:
                 warned = now
-                logger.warning("No heartbeat has reached the server for %.0f s: %s", now - last_success, error)
+                logger.warning("No heartbeat has reached the server for %.0f s: %s", now - last_success, str(error))
         del session
 
 

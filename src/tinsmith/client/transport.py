@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import pyqwest
 
 IDLE_SECONDS = 60.0
+MIN_IN_FLIGHT = 4
 
 
 class Traffic(enum.Enum):
@@ -110,7 +111,7 @@ class _Pool(NamedTuple):
 def _open_pool(config: Config, traffic: Traffic) -> _Pool:
     import pyqwest  # here, so that importing the package costs nothing
 
-    limit = min(traffic.max_in_flight, _open_file_limit() // 2)
+    limit = _max_in_flight(config, traffic)
     transport = pyqwest.HTTPTransport(
         tls_include_system_certs=True,
         proxy=config.proxy,
@@ -122,6 +123,18 @@ def _open_pool(config: Config, traffic: Traffic) -> _Pool:
         enable_otel=False,
     )
     return _Pool(transport, pyqwest.Client(transport), asyncio.Semaphore(limit))
+
+
+def _max_in_flight(config: Config, traffic: Traffic) -> int:
+    """Without TLS every request in flight is an open file; all pools together take half of what the process may open.
+
+    With TLS, HTTP/2 carries them over a few connections.
+    """
+    if config.base_url.startswith("https:"):
+        return traffic.max_in_flight
+    wanted = sum(each.max_in_flight for each in Traffic)
+    share = traffic.max_in_flight * (_open_file_limit() // 2) // wanted
+    return min(traffic.max_in_flight, max(MIN_IN_FLIGHT, share))
 
 
 def _open_file_limit() -> int:

@@ -15,8 +15,8 @@ its number depends on the answer:
 ==========================================  =======================================================================
 accepted                                    taken
 refused by the server (4xx with JSON)       taken: the server counts it as failed
-not accepted (401, 402, 429, no connection, free: the next operation gets it
-a proxy's own answer)
+not accepted (402, 429, no connection, no   free: the next operation gets it
+token, a proxy's own answer)
 no answer, 5xx, an answer without sense     unknown: the server may or may not have the operation
 ==========================================  =======================================================================
 
@@ -35,9 +35,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from tinsmith.client.connection import Connection, closed_error
+from tinsmith.client.connection import TOKEN_PATH, Connection, closed_error
 from tinsmith.client.futures import APIFuture, settle
-from tinsmith.client.retry import Retry, is_empty_400, may_have_arrived
+from tinsmith.client.retry import Retry, may_have_arrived
 from tinsmith.errors import APIStatusError, UnconfirmedOperationError, WouldDeadlockError
 from tinsmith.types import UntypedAPIFuture
 
@@ -277,10 +277,11 @@ class TurnQueue:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether the server itself refused. What is not JSON comes from a proxy; without a key nothing is recorded."""
-    if not isinstance(error, APIStatusError) or not 400 <= error.status_code < 500 or is_empty_400(error):
+    """Whether the server itself refused this very request. What is not JSON comes from something in between."""
+    if not isinstance(error, APIStatusError) or not isinstance(error.body, dict | list):
         return False
-    return error.status_code not in (401, 402, 408, 409, 429) and isinstance(error.body, dict | list)
+    was_sent = error.request is None or not error.request.url.endswith(TOKEN_PATH)
+    return was_sent and 400 <= error.status_code < 500 and error.status_code not in (402, 408, 409, 429)
 
 
 def _is_hole_possible(numbers: Sequence[_Number]) -> bool:

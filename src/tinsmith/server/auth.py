@@ -81,8 +81,8 @@ class Authority:
         self._now = now
         for number, key in enumerate(config.api_keys, start=1):
             store.keys.register(key, f"configured-{number}")
-        self._needs_key = bool(store.keys.list()) or not config.is_loopback
-        if not store.keys.list() and not config.is_loopback:
+        self._needs_key = bool(store.keys.all()) or not config.is_loopback
+        if not store.keys.all() and not config.is_loopback:
             raise ConfigError(
                 f"Without an API key, everybody who reaches {config.host} could use this server. Choose a key and pass "
                 "it with --api-key (it must start with 'tml-'), or bind to 127.0.0.1."
@@ -135,7 +135,7 @@ class Authority:
         claims = self.secret.claims(credential)
         if claims is None or claims["exp"] <= self._now():
             return None
-        keys = self._store.keys.list(claims["sub"])
+        keys = self._store.keys.all(claims["sub"])
         key = next((key for key in keys if key.key_id == claims["key"] and key.revoked is None), None)
         return None if key is None else Caller(key.owner, key)
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.models import ModelFacts
 from tinsmith.types import (
     AdamParams,
     CreateCustomLossRequest,
@@ -40,23 +41,6 @@ MAX_LOSS_NODES = 10_000
 MAX_METADATA_BYTES = 64 * 1024
 MIN_TTL_SECONDS = 3600
 MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
-CLONE_STRIDE = 1_000_000_000
-"""The numbers of one client of a sampling session; see `SamplingSessionFuturesTarget.cloned_sampler_id`."""
-
-
-class ModelFacts(Protocol):
-    """What must be known of a base model to judge a request for it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_context(self) -> int: ...
-    @property
-    def architecture(self) -> str: ...
-    @property
-    def tokenizer_id(self) -> str: ...
 
 
 def refuse(field: str, problem: str, value: object = None) -> InvalidInputError:
@@ -154,13 +138,14 @@ class Loss(NamedTuple):
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 _RATIO = ("logprobs", "advantages")
 
+# The engine has the same table with the formulas; it cannot be imported here, because that would load torch.
 LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(optional=("weights",), takes_matrices=True),
+    "cross_entropy": Loss(needed=("weights",), takes_matrices=True),
     "importance_sampling": Loss(needed=_RATIO),
     "ppo": Loss(needed=_RATIO, optional=_CLIPS, settings=_CLIPS),
     "cispo": Loss(needed=_RATIO, optional=_CLIPS, settings=_CLIPS),
     "dro": Loss(needed=_RATIO, settings=("beta",)),
-    "gspo": Loss(needed=_RATIO, optional=("sequence_ratio_mask", *_CLIPS), settings=_CLIPS),
+    "gspo": Loss(needed=(*_RATIO, "sequence_ratio_mask"), optional=_CLIPS, settings=_CLIPS),
 }
 
 
@@ -375,6 +360,7 @@ def _check_prompt_targets(targets: TensorData, length: int, facts: ModelFacts) -
         raise refuse(where, f"has the dtype {targets.dtype}, but token ids are int64")
     if len(shape) != 2 or shape[0] != length - 1 or shape[1] > MAX_TOPK:
         raise refuse(
-            where, f"has the shape {list(shape)}, but a prompt of {length} tokens needs [{length - 1}, K], K to {MAX_TOPK}"
+            where,
+            f"has the shape {list(shape)}, but a prompt of {length} tokens needs [{length - 1}, K], K to {MAX_TOPK}",
         )
     _check_ids(where, targets.values, facts, lowest=-1)

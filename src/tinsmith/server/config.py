@@ -9,26 +9,12 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tinsmith.errors import ConfigError
+from tinsmith.server.models import ModelSource
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 
 _MIB = 2**20
-
-
-class ModelSource(msgspec.Struct, frozen=True):
-    """A base model: the name clients use, and the folder or hub id its files come from."""
-
-    name: str
-    source: str
-
-    @classmethod
-    def parse(cls, text: str) -> ModelSource:
-        """`NAME=SOURCE`, or a folder or hub id that is also the name."""
-        name, separator, source = text.partition("=")
-        if not name or (separator and not source):
-            raise ConfigError(f"{text!r} is not a model: give a folder, a hub id, or NAME=FOLDER.")
-        return cls(name, source or name)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -104,7 +104,7 @@ def _f32(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
 
 
 def _q4_1(blocks: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Scale and minimum in float16, then 16 bytes: their low halves are the first 16 weights, their high ones the rest."""
+    """Scale and minimum in float16, then 16 bytes: the low halves of all are 16 weights, the high ones 16 more."""
     packed = blocks[:, 4:]
     weights = np.concatenate([packed & 15, packed >> 4], axis=1).astype(np.float32)
     weights *= _float16_at(blocks, 0)

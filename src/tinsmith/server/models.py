@@ -33,7 +33,6 @@ _FILES = (
     "chat_template.jinja",
 )
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-_HUB_TIMEOUT_SECONDS = 10.0
 
 _Form = TypeVar("_Form", bound=msgspec.Struct)
 
@@ -133,7 +132,7 @@ def _fetch(hub_id: str, *, offline: bool) -> Path:
         return folder
     try:
         # snapshot_download has no time limit of its own for a hub that takes the connection and then says nothing.
-        HfApi().model_info(hub_id, timeout=_HUB_TIMEOUT_SECONDS)
+        HfApi().model_info(hub_id, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         return Path(snapshot_download(hub_id, allow_patterns=list(_FILES)))
     except Exception as error:
         if (folder := _cached(hub_id)) is None:

@@ -1,9 +1,14 @@
-"""Causal attention within each sequence of a packed batch."""
+"""Causal attention within each sequence of a packed batch.
+
+On a GPU one kernel takes sequences of any lengths. On a CPU neighbours of equal length go through one call, so sort by
+length where the order is free.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
@@ -11,24 +16,41 @@ from torch.nn import functional
 
 
 class PackedCausal:
-    """Attention for whole sequences lying one after another: an `Attend` for training and for prompts.
-
-    Neighbours of equal length go through one call, so sort by length where the order is free.
-    """
+    """Attention for whole sequences lying one after another: an `Attend` for training and for prompts."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        self.num_rows = sum(lengths)
-        self.runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+        self.lengths = lengths
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if len(self.runs) == 1:
-            return _attend_equal(*self.runs[0], q, k, v)
-        sizes = [length * count for length, count in self.runs]
-        parts = zip(self.runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
-        return torch.cat([_attend_equal(*run, *qkv) for run, *qkv in parts])
+        if q.is_cuda and q.dtype == torch.bfloat16:
+            return self._of_any_lengths(q, k, v)
+        if len(self._runs) == 1:
+            return _of_equal_lengths(*self._runs[0], q, k, v)
+        sizes = [length * count for length, count in self._runs]
+        parts = zip(self._runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
+        return torch.cat([_of_equal_lengths(*run, *qkv) for run, *qkv in parts])
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int]]:
+        """Lengths, and how many sequences in a row have them."""
+        return [(length, len(list(run))) for length, run in groupby(self.lengths)]
+
+    @cached_property
+    def _starts(self) -> Tensor:
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device="cuda")
+
+    def _of_any_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        # Newer than the oldest torch we run on, so it is imported where a GPU needs it.
+        from torch.nn.attention.varlen import varlen_attn
+
+        longest = max(self.lengths)
+        attended: Tensor = varlen_attn(
+            q, k, v, self._starts, self._starts, longest, longest, window_size=(-1, 0), enable_gqa=True
+        )
+        return attended
 
 
-def _attend_equal(length: int, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _of_equal_lengths(length: int, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of `count` sequences of one length: [count * length, heads, size] -> the same."""
     q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v))
     attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

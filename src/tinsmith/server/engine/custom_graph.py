@@ -69,7 +69,7 @@ class CustomLoss:
             if not loss.requires_grad:
                 raise _refused("does not depend on logprobs, so there is nothing to train; compute it from them", loss)
             (gradient,) = torch.autograd.grad(loss, leaf)
-        return float(loss), metrics, gradient
+        return float(loss.detach()), metrics, gradient
 
     def _result(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Any:
         values: dict[str, Any] = {}
@@ -224,7 +224,7 @@ def _checked_output(output: Any) -> tuple[Tensor, dict[str, float]]:
     for name, value in metrics.items():
         if not _METRIC_NAME.fullmatch(name):
             raise _refused(f"names a metric {name!r}; use custom/<name>:sum or custom/<name>:mean", name)
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise _refused(f"returns the metric {name!r} with {value.numel()} numbers; reduce it to one", name)
-        numbers[name] = float(value)
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            raise _refused(f"must return the metric {name!r} as a tensor of one number; reduce it to one", name)
+        numbers[name] = float(value.detach())
     return loss, numbers

@@ -42,6 +42,9 @@ PREFILL_TOKENS = 256
 # Logits of a prompt are made for this many positions at a time: a large vocabulary makes them heavy.
 _SCORED_AT_ONCE = 64
 
+# No product of two such weights and a hidden state overflows.
+_LARGEST_WEIGHT = 1e6
+
 Key: TypeAlias = Hashable
 TopkRow: TypeAlias = list[tuple[int, float]]
 
@@ -198,12 +201,6 @@ class Generator:
     def _checked(self, work: SampleWork) -> _Request:
         prompt = _prompt_array(work.prompt, self.model.shape.vocab_size)
         params = work.params
-        if not math.isfinite(params.temperature):
-            raise InvalidInputError(
-                f"temperature is {params.temperature}; use 0 (the most likely token) or a positive number.",
-                field="sampling_params.temperature",
-                value=params.temperature,
-            )
         max_tokens = self._max_tokens(len(prompt), params.max_tokens)
         seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
         scores = PromptScores(
@@ -251,7 +248,10 @@ class Generator:
         """A name for whose keys and values a cached block holds; never used for a second adapter."""
         if adapter is None:
             return b"base"
-        return self._owners.setdefault(adapter, secrets.token_bytes(16))
+        if adapter not in self._owners:
+            _refuse_broken(adapter)
+            self._owners[adapter] = secrets.token_bytes(16)
+        return self._owners[adapter]
 
     # --- room in the cache ---
 
@@ -582,6 +582,19 @@ def _prompt_array(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int3
             value=worst,
         )
     return tokens.astype(np.int32)
+
+
+def _refuse_broken(adapter: FrozenAdapter) -> None:
+    """Rows of several adapters go through common products, where NaN, or a number near it, would reach all of them."""
+    matrices = [matrix for site in adapter.sites.values() for matrix in (site.a, *site.b)]
+    largest = torch.stack([matrix.abs().amax().float() for matrix in matrices]).max().item()
+    if not largest <= _LARGEST_WEIGHT:
+        raise InvalidInputError(
+            f"The largest weight of this adapter is {largest:g}, beyond {_LARGEST_WEIGHT:g}: training has diverged. "
+            "Sample from an earlier checkpoint, and train on with a lower learning rate.",
+            field="model",
+            value=largest,
+        )
 
 
 def _not_finite(sequence: _Sequence) -> InvalidInputError:

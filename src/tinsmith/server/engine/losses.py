@@ -124,4 +124,4 @@ def value_and_gradient(loss: Loss, logprobs: Tensor, inputs: Inputs, config: Con
         p = logprobs.detach().to("cpu", torch.float64).requires_grad_()
         total = loss.terms(p, inputs, config).sum()
         (gradient,) = torch.autograd.grad(total, p)
-    return float(total), gradient
+    return float(total.detach()), gradient

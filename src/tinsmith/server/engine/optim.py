@@ -45,6 +45,7 @@ def _update(adapter: Adapter, params: AdamParams) -> None:
 
 
 def check_adam_params(params: AdamParams) -> None:
+    """Refuse settings with which a step makes no sense; that they are finite is the type's own rule."""
     for name, remedy, is_good in (
         ("learning_rate", "0 or more", params.learning_rate >= 0),
         ("beta1", "at least 0 and below 1", 0 <= params.beta1 < 1),
@@ -52,10 +53,9 @@ def check_adam_params(params: AdamParams) -> None:
         # Weights whose gradient was always zero would be divided by zero.
         ("eps", "greater than 0", params.eps > 0),
         ("weight_decay", "0 or more", params.weight_decay >= 0),
-        ("grad_clip_norm", "a number; 0 means no limit", True),
     ):
         value = getattr(params, name)
-        if not (is_good and math.isfinite(value)):
+        if not is_good:
             raise InvalidInputError(
                 f"{name} is {value}; it must be {remedy}.", field=f"adam_params.{name}", value=value
             )

@@ -35,6 +35,13 @@ def attend_part(
             q, k, v, 0.0, causal, attn_mask=bias
         )
         return attended, weight
+    return attend_part_plainly(q, k, v, bias, causal)
+
+
+def attend_part_plainly(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, causal: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The same by plain products, for devices whose fused attention does not tell the weight of a part."""
     scores = (q.float() @ k.float().transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
     if bias is not None:
         scores += bias

@@ -152,13 +152,16 @@ def walk(weights: Tensor, numbers: Tensor) -> Tensor:
     inside = chunk[:, :, None] * _CHUNK + torch.arange(_CHUNK, device=weights.device)  # [N, k, chunk]
     part = weights.gather(1, inside.clamp(max=size - 1).flatten(1)).view(inside.shape).masked_fill_(inside >= size, 0.0)
     step = _passed(part.double().cumsum(-1).flatten(0, 1), goal.reshape(-1, 1))
-    return chunk * _CHUNK + step.view(num_rows, -1)
+    return (chunk * _CHUNK + step.view(num_rows, -1)).clamp_(max=size - 1)
 
 
 def _passed(ends: Tensor, goal: Tensor) -> Tensor:
-    """The first place whose end lies beyond the goal; rounding must not lead past the last weight that is not zero."""
+    """The first place whose end lies beyond the goal; rounding must not lead past the last weight that is not zero.
+
+    Rows that are not numbers lead to the last place; their log-probability tells that they are broken.
+    """
     last = torch.nextafter(ends[:, -1:], torch.zeros_like(ends[:, -1:]))
-    return torch.searchsorted(ends, torch.minimum(goal, last), right=True)
+    return torch.searchsorted(ends, torch.minimum(goal, last), right=True).clamp_(max=ends.shape[1] - 1)
 
 
 def _draw_filtered(scaled: _Scaled, top_k: Tensor, top_p: Tensor, numbers: Tensor) -> Tensor:

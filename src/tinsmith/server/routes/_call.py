@@ -36,6 +36,9 @@ _WORTH_A_THREAD = 64 * 1024
 _WINDOW_BYTES = 8 * 2**20
 """What a zstd decoder should support, by RFC 8878; a frame that wants more memory than this is refused."""
 
+_PIECE_BYTES = 1024
+"""Inflated at a time: even if every block in it were as small and its content as large as can be, that is 32 MiB."""
+
 
 def status_error(status: int, detail: str, headers: Mapping[str, str] | None = None) -> APIStatusError:
     """The error that becomes an answer with this status."""
@@ -82,10 +85,13 @@ class Call:
         return await loop.run_in_executor(self.services.storing, lambda: work(*args, **kwargs))
 
     async def decoded(self, decode: Callable[[bytes], T], body: bytes) -> T:
-        """Decode here, or in a thread if it would take long."""
-        if len(body) < _WORTH_A_THREAD:
-            return decode(body)
-        return await asyncio.get_running_loop().run_in_executor(self.services.decoding, decode, body)
+        return await self.worked(len(body), lambda: decode(body))
+
+    async def worked(self, size: int, work: Callable[[], T]) -> T:
+        """Work on so many bytes: here, or in a thread if it would take long."""
+        if size < _WORTH_A_THREAD:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.services.decoding, work)
 
     async def read(self, cls: type[M], limit: int = _SMALL_BODY_BYTES) -> M:
         """The JSON body as an object of this class."""
@@ -165,14 +171,19 @@ def _too_large(size: int, limit: int) -> APIStatusError:
 
 
 def _inflated(body: bytes, limit: int) -> bytes:
-    """At most `limit` bytes are made of a frame, whatever it claims or holds."""
+    """The content of one whole zstd frame. Whatever it claims or holds, little more than `limit` bytes come of it."""
     import zstandard
 
+    content, position = bytearray(), 0
+    frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
     try:
-        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(body) as reader:
-            content: bytes = reader.read(limit + 1)
+        while position < len(body) and not frame.eof:
+            content += frame.decompress(body[position : position + _PIECE_BYTES])
+            position += _PIECE_BYTES
+            if len(content) > limit:
+                raise status_error(413, f"The body inflates to more than {limit:,} bytes. Send it in parts.")
     except zstandard.ZstdError as error:
         raise status_error(400, f"The body is not a zstd frame: {error}") from None
-    if len(content) > limit:
-        raise status_error(413, f"The body inflates to more than {limit:,} bytes. Send it in parts.")
-    return content
+    if not frame.eof or frame.unused_data or position < len(body):
+        raise status_error(400, "The body must be one whole zstd frame and nothing else.")
+    return bytes(content)

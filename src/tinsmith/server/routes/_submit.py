@@ -70,10 +70,13 @@ def number_field(fields: dict[str, Any], name: str, lowest: int, highest: int = 
 
 
 async def operation(
-    call: Call, kind: JobKind, cls: type[R], check: Callable[[Call, R, Model], Awaitable[R]]
+    call: Call,
+    kind: JobKind,
+    fields: dict[str, Any],
+    cls: type[R],
+    check: Callable[[Call, R, Model], Awaitable[R]],
 ) -> Response:
     """A numbered operation on a model. `check` gives back the request as the worker shall see it."""
-    fields = await numbered_body(call)
     model = await model_named(call, text_field(fields, "model_id"))
     job = job_for(call, kind, model, number_field(fields, "seq_id", 1))
     try:

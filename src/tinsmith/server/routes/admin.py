@@ -32,9 +32,7 @@ async def audit(call: Call) -> Response:
     event_type = call.request.query_params.get("event_type", "all")
     if event_type not in _RESOURCES:
         raise status_error(422, f"event_type is {event_type!r}; it must be one of {', '.join(_RESOURCES)}.")
-    found = await call.stored(
-        call.store.audit.list, call.owner, resource=_RESOURCES[event_type], day=_day(call)
-    )
+    found = await call.stored(call.store.audit.events, call.owner, resource=_RESOURCES[event_type], day=_day(call))
     return reply(
         AuditLogResponse(
             entries=[

@@ -1,17 +1,12 @@
-"""Checkpoints after they were saved: listed, published, given a time to live, deleted, downloaded.
-
-A download URL carries its own proof: whoever has it may read that file until it expires, without a key.
-"""
+"""Checkpoints after they were saved: listed, published, given a time to live, deleted, downloaded."""
 
 from __future__ import annotations
 
 import tempfile
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from urllib.parse import quote, urlencode
+from collections.abc import Iterator
+from typing import IO
 
-from starlette.background import BackgroundTask
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, Response, StreamingResponse
 
 from tinsmith.errors import APIStatusError
 from tinsmith.server.checks import check_ttl, refuse
@@ -19,22 +14,22 @@ from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_p
 from tinsmith.server.routes._found import checkpoint_at, key_of
 from tinsmith.server.routes._paging import page_of
 from tinsmith.server.routes._shown import shown_checkpoint
+from tinsmith.server.routes._signed import check_signature, expiry_of_urls, signed_url
 from tinsmith.server.routes.weights import expiry
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import CheckpointKey
 from tinsmith.types import CheckpointsListResponse, ExternalWeightsUrlsResponse, SetCheckpointTTLRequest
 
 _ARCHIVE = "archive.tar"
+_PIECE_BYTES = 2**20
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 async def list_checkpoints(call: Call) -> Response:
     """All checkpoints of the caller, newest first."""
     asked = page_of(call, limit=100)
-    page = await call.stored(call.store.checkpoints.list, call.owner, limit=asked.limit, offset=asked.offset)
-    return reply(
-        CheckpointsListResponse(checkpoints=[*map(shown_checkpoint, page.items)], cursor=asked.cursor(page))
-    )
+    page = await call.stored(call.store.checkpoints.page, call.owner, limit=asked.limit, offset=asked.offset)
+    return reply(CheckpointsListResponse(checkpoints=[*map(shown_checkpoint, page.items)], cursor=asked.cursor(page)))
 
 
 async def delete_checkpoint(call: Call) -> Response:
@@ -75,9 +70,7 @@ async def set_ttl(call: Call) -> Response:
 
 
 async def _noted(call: Call, event: str, key: CheckpointKey) -> Response:
-    await call.stored(
-        call.store.audit.record, call.owner, event, model_id=key.run_id, tinker_path=key.tinker_path
-    )
+    await call.stored(call.store.audit.record, call.owner, event, model_id=key.run_id, tinker_path=key.tinker_path)
     return nothing()
 
 
@@ -91,8 +84,8 @@ async def external_weights_urls(call: Call) -> Response:
     if key.kind != "external_weights":
         raise refuse("checkpoint", f"{key.tinker_path} is not an export; make one with save_weights_external")
     files = await call.stored(call.services.folders.files, key.tinker_path)
-    expires = _expires(call)
-    urls = {file: _signed_url(call, key, file, expires) for file in files}
+    expires = expiry_of_urls(call)
+    urls = {file: signed_url(call, _file_path(key, file), expires) for file in files}
     await _noted(call, "checkpoint_download", key)
     return reply(ExternalWeightsUrlsResponse(urls=urls, expires=expires))
 
@@ -101,20 +94,15 @@ async def archive_url(call: Call) -> Response:
     """A signed URL for all files of a checkpoint in one tar file. Only old clients ask for this."""
     key = _key(call)
     await checkpoint_at(call, key.tinker_path)
-    expires = _expires(call)
+    expires = expiry_of_urls(call)
     await _noted(call, "checkpoint_download", key)
-    return reply_plain({"url": _signed_url(call, key, _ARCHIVE, expires), "expires": expires})
+    return reply_plain({"url": signed_url(call, _file_path(key, _ARCHIVE), expires), "expires": expires})
 
 
 async def download(call: Call) -> Response:
     """A file by its signed URL, as a whole or in ranges."""
     key, file = _key(call), call.part("file")
-    expires = call.request.query_params.get("expires", "")
-    signature = call.request.query_params.get("signature", "")
-    if not call.services.authority.secret.has_signed(_statement(key, file, expires), signature):
-        raise status_error(403, "This URL was not made by this server, or was changed. Ask for a new one.")
-    if int(expires) < datetime.now(UTC).timestamp():
-        raise status_error(403, "This URL has expired. Ask for a new one.")
+    check_signature(call, _file_path(key, file))
     return await (_archive(call, key) if file == _ARCHIVE else _file(call, key, file))
 
 
@@ -126,33 +114,29 @@ async def _file(call: Call, key: CheckpointKey, name: str) -> Response:
 
 
 async def _archive(call: Call, key: CheckpointKey) -> Response:
-    path = await call.stored(_write_archive, call, key)
-    return FileResponse(path, media_type="application/x-tar", background=BackgroundTask(path.unlink))
+    archive = await call.stored(_write_archive, call, key)
+    length = {"content-length": str(archive.tell())}
+    return StreamingResponse(_pieces(archive), headers=length, media_type="application/x-tar")
 
 
-def _write_archive(call: Call, key: CheckpointKey) -> Path:
+def _write_archive(call: Call, key: CheckpointKey) -> IO[bytes]:
     """Written out first, because a download without a length can neither show progress nor be checked."""
     if not call.services.folders.exists(key.tinker_path):
         raise _missing(key)
-    with tempfile.NamedTemporaryFile(dir=call.services.config.state, suffix=".tar", delete=False) as out:
-        call.services.folders.write_archive(key.tinker_path, out.file)
-    return Path(out.name)
+    archive = tempfile.TemporaryFile(dir=call.services.config.state)  # noqa: SIM115 - closed when it was sent
+    call.services.folders.write_archive(key.tinker_path, archive)
+    return archive
 
 
-def _expires(call: Call) -> datetime:
-    lifetime = timedelta(seconds=call.services.config.url_lifetime_seconds)
-    return (datetime.now(UTC) + lifetime).replace(microsecond=0)
+def _pieces(archive: IO[bytes]) -> Iterator[bytes]:
+    with archive:
+        archive.seek(0)
+        while piece := archive.read(_PIECE_BYTES):
+            yield piece
 
 
-def _signed_url(call: Call, key: CheckpointKey, file: str, expires: datetime) -> str:
-    seconds = str(int(expires.timestamp()))
-    signature = call.services.authority.secret.signature(_statement(key, file, seconds))
-    path = quote(f"api/v1/files/{key.run_id}/{key.kind}/{key.name}/{file}", safe="/:")
-    return f"{call.request.base_url}{path}?{urlencode({'expires': seconds, 'signature': signature})}"
-
-
-def _statement(key: CheckpointKey, file: str, expires: str) -> str:
-    return f"download {key.tinker_path} {file} until {expires}"
+def _file_path(key: CheckpointKey, file: str) -> str:
+    return f"api/v1/files/{key.run_id}/{key.kind}/{key.name}/{file}"
 
 
 def _key(call: Call) -> CheckpointKey:

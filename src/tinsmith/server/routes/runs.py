@@ -17,7 +17,7 @@ async def list_runs(call: Call) -> Response:
     """Training runs, newest first."""
     asked = page_of(call, limit=20)
     page = await call.stored(
-        call.store.models.list,
+        call.store.models.page,
         call.owner,
         limit=asked.limit,
         offset=asked.offset,
@@ -78,7 +78,5 @@ async def _shown(call: Call, runs: Sequence[Model]) -> list[TrainingRun]:
 ENDPOINTS = (
     Endpoint("GET", "/api/v1/training_runs", list_runs, gives=TrainingRunsResponse),
     Endpoint("GET", "/api/v1/training_runs/{run_id}", get_run, gives=TrainingRun),
-    Endpoint(
-        "GET", "/api/v1/training_runs/{run_id}/checkpoints", list_run_checkpoints, gives=CheckpointsListResponse
-    ),
+    Endpoint("GET", "/api/v1/training_runs/{run_id}/checkpoints", list_run_checkpoints, gives=CheckpointsListResponse),
 )

@@ -72,9 +72,7 @@ async def get_sampler(call: Call) -> Response:
     """What a sampling session samples from."""
     sampler = await sampler_named(call, call.part("sampler_id"))
     return reply(
-        GetSamplerResponse(
-            sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path
-        )
+        GetSamplerResponse(sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
     )
 
 

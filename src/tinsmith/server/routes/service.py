@@ -71,9 +71,7 @@ async def capabilities(call: Call) -> Response:
     return reply(
         GetServerCapabilitiesResponse(
             supported_models=[
-                SupportedModel(
-                    model_name=name, max_context_length=facts.max_context, trainable=True, sampleable=True
-                )
+                SupportedModel(model_name=name, max_context_length=facts.max_context, trainable=True, sampleable=True)
                 for name, facts in call.services.models.items()
             ]
         )

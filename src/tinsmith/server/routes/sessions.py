@@ -5,9 +5,11 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from tinsmith.server.checks import text_metadata
-from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, status_error
+from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
 from tinsmith.server.routes._found import session_named
 from tinsmith.server.routes._paging import page_of
+from tinsmith.server.routes._signed import check_signature, expiry_of_urls, signed_url
+from tinsmith.server.routes._trace import session_trace
 from tinsmith.server.store.records import (
     NewSession,
     Session,
@@ -91,7 +93,7 @@ async def finish_session(call: Call) -> Response:
 async def list_sessions(call: Call) -> Response:
     """The ids of the caller's sessions, newest first."""
     page = page_of(call, limit=20)
-    found = await call.stored(call.store.sessions.list, call.owner, limit=page.limit, offset=page.offset)
+    found = await call.stored(call.store.sessions.page, call.owner, limit=page.limit, offset=page.offset)
     return reply(ListSessionsResponse(sessions=found))
 
 
@@ -119,9 +121,24 @@ async def assign_project(call: Call) -> Response:
 
 
 async def trace_export(call: Call) -> Response:
-    """Not offered: this server keeps no traces, and says so."""
-    await session_named(call, call.part("session_id"))
-    return reply(SessionTraceExportResponse(status="failed", error="This server keeps no traces of sessions."))
+    """A signed URL for the timeline of a session."""
+    session = await session_named(call, call.part("session_id"))
+    url = signed_url(call, _trace_path(session.owner, session.session_id), expiry_of_urls(call))
+    return reply(SessionTraceExportResponse(status="ready", url=url))
+
+
+async def trace(call: Call) -> Response:
+    """The timeline of a session by its signed URL, for Perfetto or Chrome's tracing page."""
+    owner, session_id = call.part("owner"), call.part("session_id")
+    check_signature(call, _trace_path(owner, session_id))
+    session = await call.stored(call.store.sessions.get, session_id, owner)
+    if session is None:
+        raise status_error(404, f"There is no session {session_id!r}.")
+    return reply_plain(await call.stored(session_trace, call.store, session))
+
+
+def _trace_path(owner: str, session_id: str) -> str:
+    return f"api/v1/traces/{session_id}/{owner}"
 
 
 async def search_sessions(call: Call) -> Response:
@@ -133,9 +150,7 @@ async def search_sessions(call: Call) -> Response:
         SessionSearchResponse(
             sessions=[_summary(one) for one in found.sessions],
             next_cursor=cursor
-            and SessionSearchCursor(
-                last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id
-            ),
+            and SessionSearchCursor(last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id),
         )
     )
 
@@ -152,8 +167,7 @@ def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
         display_name=request.display_name,
         statuses=None if request.statuses is None else _filters(request.statuses),
         limit=request.limit,
-        cursor=cursor
-        and SessionCursor(last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id),
+        cursor=cursor and SessionCursor(last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id),
     )
 
 
@@ -189,20 +203,17 @@ def _status(session: Session) -> SessionStatus:
         return SessionActive()
     if session.state == "cancelled":
         return SessionCancelled(detail=session.finish_detail)
-    return ClientSessionFinished(
-        reason=_FINISHES[session.finish_reason or "success"], detail=session.finish_detail
-    )
+    return ClientSessionFinished(reason=_FINISHES[session.finish_reason or "success"], detail=session.finish_detail)
 
 
 ENDPOINTS = (
     Endpoint("POST", "/api/v1/create_session", create_session, CreateSessionRequest, CreateSessionResponse),
-    Endpoint(
-        "POST", "/api/v1/session_heartbeat", session_heartbeat, SessionHeartbeatRequest, SessionHeartbeatResponse
-    ),
+    Endpoint("POST", "/api/v1/session_heartbeat", session_heartbeat, SessionHeartbeatRequest, SessionHeartbeatResponse),
     Endpoint("POST", "/api/v1/sessions/search", search_sessions, SessionSearchRequest, SessionSearchResponse),
     Endpoint("POST", "/api/v1/sessions/{session_id}/finish", finish_session, FinishSessionRequest),
     Endpoint("GET", "/api/v1/sessions", list_sessions, gives=ListSessionsResponse),
     Endpoint("GET", "/api/v1/sessions/{session_id}", get_session, gives=GetSessionResponse),
     Endpoint("PUT", "/api/v1/sessions/{session_id}/project", assign_project, AssignSessionProjectRequest),
     Endpoint("GET", "/api/v1/sessions/{session_id}/trace_export", trace_export, gives=SessionTraceExportResponse),
+    Endpoint("GET", "/api/v1/traces/{session_id}/{owner:path}", trace, is_open=True),
 )

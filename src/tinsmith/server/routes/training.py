@@ -24,7 +24,6 @@ from tinsmith.server.routes._submit import (
     text_field,
     trainable,
 )
-from tinsmith.server.store import ids
 from tinsmith.server.store.records import Done, Model, NewJob, NewLoss
 from tinsmith.types import (
     CreateCustomLossRequest,
@@ -83,7 +82,7 @@ async def _check(call: Call, arrived: Arrived, model: Model) -> int:
     if isinstance(examples, InvalidInputError):
         raise examples
     custom = await _custom_inputs(call, examples) if examples.loss_fn == "custom" else None
-    return await call.decoded(lambda _: check_training(examples, facts, custom), arrived.payload)
+    return await call.worked(len(arrived.payload), lambda: check_training(examples, facts, custom))
 
 
 async def _custom_inputs(call: Call, examples: ForwardBackwardInput) -> list[CustomInput]:
@@ -145,7 +144,7 @@ def _from_fields(body: bytes, cls: type[ForwardBackwardRequest] | type[ForwardRe
 
 async def optim_step(call: Call) -> Response:
     """Move the weights by the gradients gathered so far."""
-    return await operation(call, "optim_step", OptimStepRequest, _check_optim_step)
+    return await operation(call, "optim_step", await numbered_body(call), OptimStepRequest, _check_optim_step)
 
 
 async def _check_optim_step(call: Call, request: OptimStepRequest, model: Model) -> OptimStepRequest:
@@ -158,9 +157,7 @@ async def create_custom_loss(call: Call) -> Response:
     fields = await numbered_body(call)
     session = await open_session(call, text_field(fields, "session_id"))
     number = number_field(fields, "custom_loss_seq_id", 0)
-    job = NewJob(
-        kind="create_custom_loss", owner=call.owner, payload=b"", session_id=session.session_id, seq_id=number
-    )
+    job = NewJob(kind="create_custom_loss", owner=call.owner, payload=b"", session_id=session.session_id, seq_id=number)
     try:
         request = CreateCustomLossRequest.from_builtins(fields)
         check_custom_loss(request)

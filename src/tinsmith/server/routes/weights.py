@@ -26,6 +26,7 @@ from tinsmith.server.routes._submit import (
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Checkpoint, CheckpointKey, Model, NewCheckpoint, NewJob, NewModel
 from tinsmith.types import (
+    AdamOptimizerConfig,
     CopyWeightsRequest,
     CopyWeightsResponse,
     LoadWeightsRequest,
@@ -45,7 +46,7 @@ ACCESS_TOKEN_HEADER = "x-tinker-weights-access-token"
 
 async def save_weights(call: Call) -> Response:
     """Save weights and optimizer state under a name, so that training can go on from there."""
-    return await operation(call, "save_weights", SaveWeightsRequest, _check_save)
+    return await operation(call, "save_weights", await numbered_body(call), SaveWeightsRequest, _check_save)
 
 
 async def _check_save(call: Call, request: SaveWeightsRequest, model: Model) -> SaveWeightsRequest:
@@ -59,7 +60,8 @@ async def _check_save(call: Call, request: SaveWeightsRequest, model: Model) -> 
 
 async def save_weights_for_sampler(call: Call) -> Response:
     """Save what a sampler needs: under a name, or for one sampling session that is opened along with it."""
-    return await operation(call, "save_weights_for_sampler", SaveWeightsForSamplerRequest, _check_sampler_save)
+    fields = await numbered_body(call)
+    return await operation(call, "save_weights_for_sampler", fields, SaveWeightsForSamplerRequest, _check_sampler_save)
 
 
 async def _check_sampler_save(
@@ -77,7 +79,8 @@ async def _check_sampler_save(
 
 async def save_weights_external(call: Call) -> Response:
     """Save weights in the PEFT format, for other tools to read."""
-    return await operation(call, "save_weights_external", SaveWeightsExternalRequest, _check_export)
+    fields = await numbered_body(call)
+    return await operation(call, "save_weights_external", fields, SaveWeightsExternalRequest, _check_export)
 
 
 async def _check_export(call: Call, request: SaveWeightsExternalRequest, model: Model) -> SaveWeightsExternalRequest:
@@ -98,7 +101,7 @@ async def load_weights(call: Call) -> Response:
     fields = await numbered_body(call)
     if fields.get("model_id") is None:
         return await _create_from_weights(call, fields)
-    return await operation(call, "load_weights", LoadWeightsRequest, _check_load)
+    return await operation(call, "load_weights", fields, LoadWeightsRequest, _check_load)
 
 
 async def _check_load(call: Call, request: LoadWeightsRequest, model: Model) -> LoadWeightsRequest:
@@ -125,7 +128,7 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
     try:
         request = LoadWeightsRequest.from_builtins(fields)
         checkpoint = await _loadable(call, request)
-        check_optimizer_choice(request)
+        check_optimizer(request.optimizer_config or AdamOptimizerConfig())
         base_model = check_base_model(request.base_model or checkpoint.base_model, call.services.models).name
         if base_model != checkpoint.base_model:
             raise refuse("base_model", f"is {base_model!r}, but those weights belong to {checkpoint.base_model!r}")
@@ -143,11 +146,6 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
     )
     job = msgspec.structs.replace(job, base_model=base_model, payload=json.encode(_without_token(request)))
     return acknowledged(await accept(call, job, model=model))
-
-
-def check_optimizer_choice(request: LoadWeightsRequest) -> None:
-    if request.optimizer_config is not None:
-        check_optimizer(request.optimizer_config)
 
 
 async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
@@ -228,9 +226,7 @@ def _record_copy(call: Call, source: Checkpoint, key: CheckpointKey, ttl_seconds
         )
     )
     details = {"source": source.key.tinker_path}
-    call.store.audit.record(
-        call.owner, "checkpoint_copy", details, model_id=key.run_id, tinker_path=key.tinker_path
-    )
+    call.store.audit.record(call.owner, "checkpoint_copy", details, model_id=key.run_id, tinker_path=key.tinker_path)
 
 
 def expiry(ttl_seconds: int | None) -> datetime | None:

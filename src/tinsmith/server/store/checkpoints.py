@@ -34,8 +34,8 @@ class Checkpoints:
             present = connection.execute(self._of(checkpoint.key)).one_or_none()
             if present is not None and present.request_id == checkpoint.request_id:
                 return _checkpoint(present)
-            if present is None or overwrite:
-                connection.execute(sa.delete(checkpoints).where(_is(checkpoint.key)))
+            replaceable = sa.true() if overwrite else sa.not_(self._is_kept())
+            connection.execute(sa.delete(checkpoints).where(_is(checkpoint.key), replaceable))
             insert = self._database.insert(checkpoints).on_conflict_do_nothing().returning(*checkpoints.c)
             row = connection.execute(insert, self._values(checkpoint)).one_or_none()
             if row is None:

@@ -41,7 +41,11 @@ class Database:
         self.is_sqlite = self.engine.dialect.name == "sqlite"
         # Threads of one process queue here: SQLite's own way to wait for its write lock is to sleep and look again.
         self._writer: threading.Lock | nullcontext[None] = threading.Lock() if self.is_sqlite else nullcontext()
-        self._migrate()
+        try:
+            self._migrate()
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         self.engine.dispose()
@@ -185,12 +189,12 @@ def _explained() -> Iterator[None]:
     """Turn what the database cannot hold into an error about the value."""
     try:
         yield
-    except (UnicodeEncodeError, OverflowError, sa.exc.DataError) as error:
-        reason = getattr(error, "orig", None) or error
-        raise InvalidInputError(
-            f"The database cannot store a value: {reason}. Text must be Unicode without NUL, and numbers fit 64 bits."
-        ) from None
-    except sa.exc.StatementError as error:
-        if isinstance(error.orig, InvalidInputError):
-            raise error.orig from None
+    except (UnicodeEncodeError, OverflowError, sa.exc.StatementError) as error:
+        cause = error.orig if isinstance(error, sa.exc.StatementError) else error
+        if isinstance(cause, InvalidInputError):
+            raise cause from None
+        if isinstance(error, sa.exc.DataError) or isinstance(cause, UnicodeEncodeError | OverflowError):
+            raise InvalidInputError(
+                f"The database cannot store a value: {cause}. Text must be Unicode without NUL, numbers fit 64 bits."
+            ) from None
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,22 @@ _QUEUED = jobs.c.state == sa.literal_column("'queued'")
 _RUNNING = jobs.c.state == sa.literal_column("'running'")
 
 
-def _ready(table: Any) -> sa.ColumnElement[bool]:
+def _owners_with_work() -> sa.Select[str]:
+    """Every owner once, each found by one step in the index however many jobs the owner has."""
+    found = sa.select(_first_owner(jobs.alias()).label("owner")).cte("found", recursive=True)
+    later = jobs.alias()
+    following = _first_owner(later, later.c.owner > found.c.owner)
+    found = found.union_all(sa.select(following).where(found.c.owner.is_not(None)))
+    return sa.select(found.c.owner).where(found.c.owner.is_not(None))
+
+
+def _first_owner(table: sa.FromClause, *conditions: sa.ColumnElement[bool]) -> sa.ScalarSelect[str]:
+    # Not min(), for which PostgreSQL may read all entries of the index.
+    query = sa.select(table.c.owner).where(_ready(table), *conditions).order_by(table.c.owner).limit(1)
+    return query.scalar_subquery()
+
+
+def _ready(table: sa.FromClause) -> sa.ColumnElement[bool]:
     return sa.and_(
         table.c.base_model == sa.bindparam("base_model"),
         table.c.lane == sa.bindparam("lane"),
@@ -42,20 +58,11 @@ def _ready(table: Any) -> sa.ColumnElement[bool]:
     )
 
 
-def _owners_with_work() -> sa.Select[str]:
-    """Every owner once, each found by one step in the index however many jobs the owner has."""
-    found = sa.select(sa.func.min(jobs.c.owner).label("owner")).where(_ready(jobs)).cte("found", recursive=True)
-    later = jobs.alias()
-    following = sa.select(sa.func.min(later.c.owner)).where(_ready(later), later.c.owner > found.c.owner)
-    found = found.union_all(sa.select(following.scalar_subquery()).where(found.c.owner.is_not(None)))
-    return sa.select(found.c.owner).where(found.c.owner.is_not(None))
-
-
 _OWNERS = _owners_with_work()
 _PICK = (
     sa.select(jobs.c.request_id, jobs.c.turn)
     .where(_ready(jobs), jobs.c.owner == sa.bindparam("owner"))
-    .order_by(jobs.c.turn, jobs.c.created, jobs.c.request_id)
+    .order_by(jobs.c.turn, jobs.c.created)
     .limit(sa.bindparam("share"))
     .offset(sa.bindparam("skip"))
     .with_for_update()
@@ -74,20 +81,27 @@ _JOB_COLUMNS = (
 )
 _LOAD = sa.select(*_JOB_COLUMNS).join(payloads).where(jobs.c.request_id.in_(sa.bindparam("picked", expanding=True)))
 
-_LOCK_STREAMS = (
-    sa.select(streams.c.stream, streams.c.done_serial)
-    .where(streams.c.stream.in_(sa.bindparam("ids", expanding=True)))
-    .order_by(streams.c.stream)
+_RESERVE_SERIALS = (
+    sa.update(streams)
+    .where(streams.c.stream.in_(sa.bindparam("names", expanding=True)))
+    .values(done_serial=streams.c.done_serial + sa.bindparam("count"))
+    .returning(streams.c.stream, streams.c.done_serial)
+)
+_CANDIDATES = (
+    sa.select(jobs.c.request_id, jobs.c.stream, jobs.c.lane)
+    .where(jobs.c.request_id.in_(sa.bindparam("ids", expanding=True)))
     .with_for_update()
 )
+_RUNNING_ANYWHERE = _CANDIDATES.where(_RUNNING)
+_RUNNING_HERE = _CANDIDATES.where(_RUNNING, jobs.c.worker == sa.bindparam("worker"))
+_STILL_QUEUED = _CANDIDATES.where(_QUEUED, jobs.c.owner == sa.bindparam("owner"))
 _SETTLE = (
     sa.update(jobs)
     .where(jobs.c.request_id == sa.bindparam("id"))
     .values({name: sa.bindparam(name) for name in ("state", "error", "category", "finished", "done_serial")})
 )
-_SET_SERIAL = (
-    sa.update(streams).where(streams.c.stream == sa.bindparam("id")).values(done_serial=sa.bindparam("serial"))
-)
+_KEEP_RESULTS = sa.insert(results)
+_DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.request_id.in_(sa.bindparam("ids", expanding=True)))
 
 
 class Jobs:
@@ -190,8 +204,9 @@ class Jobs:
 
         A job that is no longer this worker's (it was taken for dead, and its jobs went to another) is left alone.
         """
-        mine = sa.and_(_RUNNING, jobs.c.worker == worker)
-        return self._database.write(lambda connection: self._settle(connection, outcomes, mine), durable=False)
+        return self._database.write(
+            lambda connection: self._settle(connection, outcomes, _RUNNING_HERE, worker=worker), durable=False
+        )
 
     def requeue(self, base_model: str) -> int:
         """Put back whatever a dead worker had claimed, in its old place; gives back the number of jobs."""
@@ -200,7 +215,7 @@ class Jobs:
     def _requeue(self, connection: sa.Connection, base_model: str) -> int:
         lost = sa.and_(_RUNNING, jobs.c.base_model == base_model)
         unwanted = connection.scalars(sa.select(jobs.c.request_id).where(lost, jobs.c.cancel_asked)).all()
-        self._settle(connection, dict.fromkeys(unwanted, Cancelled()), lost)
+        self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
         return connection.execute(
             sa.update(jobs).where(lost).values(state="queued", worker=None, started=None)
         ).rowcount
@@ -212,9 +227,9 @@ class Jobs:
     def _cancel(
         self, connection: sa.Connection, request_id: str, owner: str
     ) -> Literal["cancelled", "asked", "finished"] | None:
-        mine = sa.and_(jobs.c.request_id == request_id, jobs.c.owner == owner)
-        if self._settle(connection, {request_id: Cancelled()}, sa.and_(mine, _QUEUED)):
+        if self._settle(connection, {request_id: Cancelled()}, _STILL_QUEUED, owner=owner):
             return "cancelled"
+        mine = sa.and_(jobs.c.request_id == request_id, jobs.c.owner == owner)
         if connection.execute(sa.update(jobs).where(mine, _RUNNING).values(cancel_asked=True)).rowcount:
             return "asked"
         return "finished" if connection.scalar(sa.select(sa.literal(1)).select_from(jobs).where(mine)) else None
@@ -227,34 +242,29 @@ class Jobs:
         return self._database.all(query, lambda row: row.request_id)
 
     def _settle(
-        self, connection: sa.Connection, outcomes: Mapping[str, Outcome], condition: sa.ColumnElement[bool]
+        self, connection: sa.Connection, outcomes: Mapping[str, Outcome], candidates: sa.Select[Any], **where: str
     ) -> list[str]:
-        """Give jobs their outcomes if they still meet the condition.
+        """Give jobs their outcomes if they are still among the candidates.
 
         The serial of a finished job rises within its stream. It is drawn under the lock of the stream's row: whoever
-        has seen a serial has seen all lower ones.
+        has seen a serial has seen all lower ones. Some may be left unused.
         """
         if not outcomes:
             return []
+        count = len(outcomes)
         names = sorted({request_id.rpartition(":")[0] for request_id in outcomes})
-        serials: dict[str, int] = {
-            row.stream: row.done_serial for row in connection.execute(_LOCK_STREAMS, {"ids": names})
-        }
-        rows = connection.execute(
-            sa.select(jobs.c.request_id, jobs.c.stream, jobs.c.lane)
-            .where(jobs.c.request_id.in_(list(outcomes)), condition)
-            .with_for_update()
-        ).all()
+        reserved = connection.execute(_RESERVE_SERIALS, {"names": names, "count": count})
+        serials = {row.stream: itertools.count(row.done_serial - count + 1) for row in reserved}
+        rows = connection.execute(candidates, {"ids": list(outcomes), **where}).all()
         if not rows:
             return []
         now = self._database.now()
-        settled = []
-        for row in rows:
-            serials[row.stream] += 1
-            settled.append({"id": row.request_id, **outcome_values(outcomes[row.request_id], now, serials[row.stream])})
-        connection.execute(_SETTLE, settled)
         connection.execute(
-            _SET_SERIAL, [{"id": name, "serial": serials[name]} for name in {row.stream for row in rows}]
+            _SETTLE,
+            [
+                {"id": row.request_id, **outcome_values(outcomes[row.request_id], now, next(serials[row.stream]))}
+                for row in rows
+            ],
         )
         self._keep_bytes(connection, outcomes, rows)
         return [row.request_id for row in rows]
@@ -263,10 +273,10 @@ class Jobs:
         """Results are kept, and the payloads of training that changed a model: they may have to be replayed."""
         done = {row.request_id: outcome for row in rows if isinstance(outcome := outcomes[row.request_id], Done)}
         if done:
-            connection.execute(sa.insert(results), [result_values(*item) for item in done.items()])
+            connection.execute(_KEEP_RESULTS, [result_values(*item) for item in done.items()])
         spent = [row.request_id for row in rows if row.lane == "sample" or row.request_id not in done]
         if spent:
-            connection.execute(sa.delete(payloads).where(payloads.c.request_id.in_(spent)))
+            connection.execute(_DROP_PAYLOADS, {"ids": spent})
 
     # Replaying
 

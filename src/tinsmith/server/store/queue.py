@@ -33,6 +33,8 @@ _ARRIVED = (
     .order_by(jobs.c.seq_id)
 )
 _SET_TURN = sa.update(jobs).where(jobs.c.request_id == sa.bindparam("id")).values(turn=sa.bindparam("turn"))
+_INSERT_PAYLOAD = sa.insert(payloads)
+_INSERT_RESULT = sa.insert(results)
 _SET_STREAM = (
     sa.update(streams)
     .where(streams.c.stream == sa.bindparam("id"))
@@ -45,33 +47,27 @@ class Queue:
 
     def __init__(self, database: Database) -> None:
         touch = database.insert(streams).values(stream=sa.bindparam("stream"), last_request=sa.bindparam("now"))
-        self._touch = touch.on_conflict_do_update(
+        self.touch = touch.on_conflict_do_update(
             index_elements=["stream"], set_={"last_request": touch.excluded.last_request}
         ).returning(streams.c.frontier, streams.c.highest, streams.c.next_turn, streams.c.done_serial)
-        self._insert_job = database.insert(jobs).on_conflict_do_nothing().returning(jobs.c.request_id)
+        self.insert_job = database.insert(jobs).on_conflict_do_nothing().returning(jobs.c.request_id)
 
     def add(self, connection: sa.Connection, job: NewJob, outcome: Outcome | None, now: datetime) -> Enqueued:
-        return _Arrival(self._touch, self._insert_job, connection, job, outcome, now).enter()
+        return _Arrival(self, connection, job, outcome, now).enter()
 
 
 class _Arrival:
     """One submission on its way into its stream."""
 
     def __init__(
-        self,
-        touch: sa.Executable,
-        insert_job: sa.Executable,
-        connection: sa.Connection,
-        job: NewJob,
-        outcome: Outcome | None,
-        now: datetime,
+        self, queue: Queue, connection: sa.Connection, job: NewJob, outcome: Outcome | None, now: datetime
     ) -> None:
-        self.insert_job = insert_job
+        self.queue = queue
         self.connection = connection
         self.job = job
         self.outcome = outcome
         self.now = now
-        row = connection.execute(touch, {"stream": job.stream, "now": now}).one()
+        row = connection.execute(queue.touch, {"stream": job.stream, "now": now}).one()
         self.frontier, self.highest, self.next_turn, self.done_serial = row
         self.seq_id = self._number()
         self.request_id = ids.request_id(job.stream, self.seq_id)
@@ -120,12 +116,12 @@ class _Arrival:
             "created": self.now,
             **self._progress(is_ready),
         }
-        if self.connection.execute(self.insert_job, values).first() is None:
+        if self.connection.execute(self.queue.insert_job, values).first() is None:
             return False
         if self.outcome is None:
-            self.connection.execute(sa.insert(payloads), {"request_id": self.request_id, "data": job.payload})
+            self.connection.execute(_INSERT_PAYLOAD, {"request_id": self.request_id, "data": job.payload})
         elif isinstance(self.outcome, Done):
-            self.connection.execute(sa.insert(results), result_values(self.request_id, self.outcome))
+            self.connection.execute(_INSERT_RESULT, result_values(self.request_id, self.outcome))
         return True
 
     def _progress(self, is_ready: bool) -> dict[str, object]:

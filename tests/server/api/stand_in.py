@@ -1,0 +1,228 @@
+"""A worker without an engine: it takes jobs from the real store and answers them with the toy model of `tests.support`.
+
+It runs inside the API process, so that a test can hold it, look into it and let it go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from tests.support import codec
+from tests.support.engine import Policy, run_loss, sample
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.store import Store
+from tinsmith.server.store.records import (
+    CheckpointKey,
+    CheckpointKind,
+    Done,
+    Failed,
+    Job,
+    NewCheckpoint,
+    NewSampler,
+    Outcome,
+)
+from tinsmith.wire import tinker_pb2 as pb
+
+PROTOBUF, JSON = "application/x-protobuf", "application/json"
+FILES = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safetensors": bytes(range(256)) * 256}
+
+
+class StandInWorkers:
+    """Satisfies `tinsmith.server.waiting.Workers` for every base model at once."""
+
+    def __init__(self, store: Store, folders: CheckpointFolders, base_models: Sequence[str]) -> None:
+        self.ready = True
+        self.woken: Counter[str] = Counter()
+        self.executed: list[Job] = []
+        self.is_silent = False
+        """Finish jobs without saying so, as if every message were lost."""
+
+        self._store = store
+        self._folders = folders
+        self._base_models = base_models
+        self._held: set[str] = set()
+        self._policies: dict[str, Policy] = {}
+        self._notices: list[Callable[[Sequence[str]], None]] = []
+
+    # What the API sees
+
+    def wake(self, base_model: str) -> None:
+        self.woken[base_model] += 1
+        self._work.set()
+
+    def is_ready(self, base_model: str) -> bool:
+        return self.ready
+
+    def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
+        self._notices.append(notice)
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._work = asyncio.Event()
+        self._task = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    # What a test does
+
+    def hold(self, *kinds: str) -> None:
+        """Leave jobs of these kinds alone until `release`."""
+        self._held.update(kinds)
+
+    def release(self) -> None:
+        self._held.clear()
+        self._loop.call_soon_threadsafe(self._work.set)
+
+    # The loop
+
+    async def _run(self) -> None:
+        waiting: list[Job] = []
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            waiting += await asyncio.to_thread(self._claim)
+            ready = [job for job in waiting if job.kind not in self._held]
+            waiting = [job for job in waiting if job.kind in self._held]
+            if ready:
+                done = await asyncio.to_thread(self._execute, ready)
+                if not self.is_silent:
+                    for notice in self._notices:
+                        notice(done)
+
+    def _claim(self) -> list[Job]:
+        lanes = ("train", "sample")
+        return [
+            job
+            for base_model in self._base_models
+            for lane in lanes
+            for job in self._store.jobs.claim(base_model, "stand-in", lane, 1000)
+        ]
+
+    def _execute(self, jobs: Sequence[Job]) -> list[str]:
+        cancelled = {job for name in self._base_models for job in self._store.jobs.cancel_asked(name, "stand-in")}
+        outcomes = {job.request_id: self._outcome(job, job.request_id in cancelled) for job in jobs}
+        return self._store.jobs.complete("stand-in", outcomes)
+
+    def _outcome(self, job: Job, is_cancelled: bool) -> Outcome:
+        if is_cancelled:
+            return Failed(error="cancelled", category="user")
+        self.executed.append(job)
+        try:
+            result = getattr(self, f"_{job.kind}")(job)
+        except InvalidInputError as error:
+            return Failed(error=error.message, category="user")
+        if isinstance(result, bytes):
+            return Done(result=result, content_type=PROTOBUF)
+        return Done(result=msgspec.json.encode(result), content_type=JSON)
+
+    # The jobs
+
+    def _create_model(self, job: Job) -> Any:
+        self._policies[_model(job)] = Policy()
+        return {"model_id": job.model_id, "type": "create_model"}
+
+    def _unload_model(self, job: Job) -> Any:
+        return {"model_id": job.model_id, "type": "unload_model"}
+
+    def _forward_backward(self, job: Job) -> Any:
+        message = pb.ForwardBackwardRequest()
+        message.ParseFromString(job.payload)
+        asked = codec.loss_request_from_message(message)
+        policy = self._policies[_model(job)]
+        output, gradient = run_loss(policy, asked.examples, asked.loss, asked.config, job.seq_id)
+        if not asked.forward_only:
+            self._policies[_model(job)] = policy.plus_gradient(gradient)
+        return codec.loss_output_message(output)
+
+    def _optim_step(self, job: Job) -> Any:
+        gradient = self._policies[_model(job)].gradient
+        policy = self._policies[_model(job)] = self._policies[_model(job)].stepped()
+        return {"metrics": {"grad_norm": abs(gradient), "moment": policy.moment, "step": policy.steps}}
+
+    def _save_weights(self, job: Job) -> Any:
+        return {"path": self._save(job, "weights"), "type": "save_weights"}
+
+    def _save_weights_external(self, job: Job) -> Any:
+        path = self._save(job, "external_weights")
+        return {"path": path, "size_bytes": self._folders.size_bytes(path), "type": "save_weights_external"}
+
+    def _save_weights_for_sampler(self, job: Job) -> Any:
+        asked = msgspec.json.decode(job.payload)
+        if asked.get("path") is not None:
+            return {"path": self._save(job, "sampler_weights"), "type": "save_weights_for_sampler"}
+        sampler = self._store.samplers.create(
+            NewSampler(
+                session_id=job.session_id,
+                sampling_session_seq_id=asked["sampling_session_seq_id"],
+                owner=job.owner,
+                base_model=job.base_model,
+                model_id=job.model_id,
+                model_seq_id=job.seq_id,
+            )
+        )
+        self._policies[sampler.sampler_id] = self._policies[_model(job)]
+        return {"sampling_session_id": sampler.sampler_id, "type": "save_weights_for_sampler"}
+
+    def _save(self, job: Job, kind: CheckpointKind) -> str:
+        asked = msgspec.json.decode(job.payload)
+        key = CheckpointKey(run_id=_model(job), kind=kind, name=asked["path"])
+        model = self._store.models.get(_model(job), job.owner)
+        assert model is not None
+        with self._folders.writing(key.tinker_path) as folder:
+            for name, content in FILES.items():
+                (folder / name).write_bytes(content)
+            policy = self._policies[_model(job)]
+            (folder / "policy.json").write_bytes(msgspec.json.encode([policy.steps, policy.moment]))
+        ttl = asked.get("ttl_seconds")
+        self._store.checkpoints.save(
+            NewCheckpoint(
+                key=key,
+                owner=job.owner,
+                base_model=job.base_model,
+                lora=model.lora,
+                optimizer_config=model.optimizer_config,
+                size_bytes=self._folders.size_bytes(key.tinker_path),
+                request_id=job.request_id,
+                user_metadata=asked.get("user_metadata"),
+                expires=None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl),
+            ),
+            overwrite=asked.get("overwrite", False),
+        )
+        return key.tinker_path
+
+    def _load_weights(self, job: Job) -> Any:
+        asked = msgspec.json.decode(job.payload)
+        policy = self._saved_policy(asked["path"])
+        self._policies[_model(job)] = policy if asked["optimizer"] else policy.without_optimizer()
+        return {"path": asked["path"], "model_id": job.model_id, "type": "load_weights"}
+
+    def _saved_policy(self, path: str) -> Policy:
+        steps, moment = msgspec.json.decode(self._folders.files(path)["policy.json"].read_bytes())
+        return Policy(steps, 0.0, moment)
+
+    def _sample(self, job: Job) -> Any:
+        asked = msgspec.json.decode(job.payload)
+        options = codec.sample_options(asked)
+        return codec.sampled_message(sample(self._sampler_policy(job), codec.prompt_tokens(asked["prompt"]), options))
+
+    def _sampler_policy(self, job: Job) -> Policy:
+        assert job.sampler_id is not None
+        if job.sampler_id in self._policies:
+            return self._policies[job.sampler_id]
+        sampler = self._store.samplers.get(job.sampler_id, job.owner)
+        assert sampler is not None
+        return Policy() if sampler.model_path is None else self._saved_policy(sampler.model_path)
+
+
+def _model(job: Job) -> str:
+    assert job.model_id is not None
+    return job.model_id

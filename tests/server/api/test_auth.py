@@ -1,0 +1,83 @@
+"""Keys, tokens made from them, and a server without any."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.server.api.running import RunningServer
+from tinsmith.errors import ConfigError
+from tinsmith.server.auth import TOKEN_SECONDS, Authority, Secret
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.models import ModelSource
+from tinsmith.server.store import Store
+
+MODELS = (ModelSource("m", "/nowhere"),)
+
+
+def test_without_keys_on_loopback_everybody_is_local(server: RunningServer) -> None:
+    assert server.get("auth/apikey/me", key="tml-whatever").json()["name"] == "local"
+    assert server.get("auth/apikey/me", key=None).status == 401
+
+
+def test_without_keys_on_another_address_the_server_does_not_start(tmp_path: Path) -> None:
+    config = ServerConfig(models=MODELS, host="0.0.0.0", state=tmp_path)
+    store = Store(config.database_url)
+    with pytest.raises(ConfigError, match="--api-key"):
+        Authority(config, store)
+    store.close()
+
+
+def test_a_key_made_in_the_store_is_accepted_and_then_revoked_by_its_holder(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, api_keys=("tml-first",)) as running:
+        made = running.store.keys.create("anna", "laptop", note="for tests")
+        me = running.get("auth/apikey/me", key=made.plain).json()
+        assert (me["key_id"], me["name"], me["note"]) == (made.key.key_id, "laptop", "for tests")
+        assert running.call("DELETE", "/api/v1/auth/apikey/me", key=made.plain).status == 204
+        assert running.get("auth/apikey/me", key=made.plain).status == 401
+        assert running.get("auth/apikey/me", key="tml-first").status == 200
+
+
+def claims(token: str) -> dict[str, object]:
+    payload = token.split(".")[1]
+    decoded: dict[str, object] = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    return decoded
+
+
+def test_a_token_stands_for_its_key_until_either_ends(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+    config = ServerConfig(models=MODELS, state=tmp_path, api_keys=("tml-a",))
+    store = Store(config.database_url)
+    authority = Authority(config, store, now=lambda: now[0])
+    caller = authority.identify("tml-a")
+    assert caller is not None
+    token = authority.token_for(caller)
+    assert authority.identify(token) == caller
+    assert claims(token)["exp"] == now[0] + TOKEN_SECONDS
+    # Another server's token, a changed one, and one without a signature.
+    assert authority.identify(Secret(b"other").token(claims(token))) is None
+    assert authority.identify(token[:-2] + "xx") is None
+    assert authority.identify(token.rpartition(".")[0] + ".") is None
+    now[0] += TOKEN_SECONDS
+    assert authority.recall(token) is None
+    assert authority.identify(token) is None
+    fresh = authority.token_for(caller)
+    authority.revoke(caller)
+    assert authority.identify(fresh) is None
+    store.close()
+
+
+def test_the_secret_stays_the_same_over_restarts(tmp_path: Path) -> None:
+    first, second = Secret.in_folder(tmp_path), Secret.in_folder(tmp_path)
+    assert second.has_signed("message", first.signature("message"))
+
+
+@pytest.mark.parametrize(
+    ("host", "is_loopback"),
+    [("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("example.com", False)],
+)
+def test_only_this_machine_counts_as_loopback(host: str, is_loopback: bool) -> None:
+    assert ServerConfig(models=MODELS, host=host).is_loopback == is_loopback

@@ -1,0 +1,227 @@
+"""Results: when they come, in which form, and what is said if they do not."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.server.api.running import Answer, RunningServer
+from tinsmith.server.store.records import Status
+from tinsmith.wire import proto
+
+PROTOBUF = {"accept": "application/x-protobuf"}
+
+
+def step(server: RunningServer, model_id: str, number: int) -> Answer:
+    return server.post("optim_step", {"model_id": model_id, "seq_id": number, "adam_params": {}})
+
+
+def sample(server: RunningServer, sampler_id: str, number: int = 0, **fields: Any) -> Answer:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    body = {"sampling_session_id": sampler_id, "seq_id": number, "num_samples": 1, "prompt": prompt, **fields}
+    return server.post("asample", {"sampling_params": {"max_tokens": 2}, "type": "sample", **body})
+
+
+def poll(server: RunningServer, request_id: str, **options: Any) -> Answer:
+    return server.post("retrieve_future", {"request_id": request_id}, **options)
+
+
+@pytest.fixture
+def impatient(tmp_path: Path) -> Any:
+    """Long polls end almost at once here."""
+    with RunningServer(tmp_path, long_poll_seconds=0.05, inline_result_bytes=10) as running:
+        yield running
+
+
+def test_a_result_can_be_fetched_again_and_again(server: RunningServer) -> None:
+    request_id = step(server, server.model(), 1).json()["request_id"]
+    assert (
+        poll(server, request_id).json()
+        == poll(server, request_id).json()
+        == {"metrics": {"grad_norm": 0.0, "moment": 0.0, "step": 1}}
+    )
+
+
+def test_a_result_that_is_not_there_yet_is_a_408_with_try_again(impatient: RunningServer) -> None:
+    model_id = impatient.model()
+    impatient.workers.hold("optim_step")
+    request_id = step(impatient, model_id, 1).json()["request_id"]
+    pending = poll(impatient, request_id)
+    assert (pending.status, pending.json()) == (
+        408,
+        {"type": "try_again", "request_id": request_id, "queue_state": "active"},
+    )
+    impatient.workers.ready = False
+    assert poll(impatient, request_id).json()["queue_state_reason"] == "tiny/model-1 is being loaded"
+    impatient.workers.release()
+
+
+def test_a_lost_message_costs_a_second_and_not_the_result(server: RunningServer) -> None:
+    server.workers.is_silent = True
+    try:
+        assert server.result(step(server, server.model(), 1))["metrics"]["step"] == 1
+    finally:
+        server.workers.is_silent = False
+
+
+def test_all_who_wait_are_answered_by_one_query(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler_id = server.sampler()
+    server.workers.hold("sample")
+    ids = [sample(server, sampler_id, number).json()["request_id"] for number in range(20)]
+    queries: list[int] = []
+    everybody_waits = threading.Event()
+    statuses = server.store._database.read
+
+    def counted(work: Any) -> Any:
+        found = statuses(work)
+        if isinstance(found, dict) and found and all(isinstance(one, Status) for one in found.values()):
+            queries.append(len(found))
+            everybody_waits.set() if sum(queries) >= 20 else None
+        return found
+
+    monkeypatch.setattr(server.store._database, "read", counted)
+    with ThreadPoolExecutor(20) as pool:
+        answers = [pool.submit(poll, server, request_id, headers=PROTOBUF) for request_id in ids]
+        assert everybody_waits.wait(10)
+        server.workers.release()
+        assert {answer.result().status for answer in answers} == {200}
+    # Every poll asks once when it comes; what finishes together is found together.
+    assert max(queries) > 1
+    assert len(queries) < 2 * 20
+
+
+def test_a_failed_operation_is_a_200_with_error_and_category(server: RunningServer) -> None:
+    model_id = server.model()
+    refused = server.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {"beta1": 7}})
+    answer = poll(server, refused.json()["request_id"])
+    assert answer.status == 200
+    assert answer.json() == {
+        "error": "adam_params.beta1 is 7.0, but must be at least 0 and below 1",
+        "category": "user",
+    }
+    assert server.result(step(server, model_id, 2))["metrics"]["step"] == 1
+
+
+def test_an_unknown_request_is_404_and_one_of_an_own_session_410(server: RunningServer) -> None:
+    sampler_id = server.sampler()
+    assert poll(server, "nobody:sample:0:1").status == 404
+    assert poll(server, f"{sampler_id}:99").status == 410
+
+
+def test_a_sample_comes_as_protobuf_or_as_json_by_accept(server: RunningServer) -> None:
+    acknowledged = sample(server, server.sampler(), prompt_logprobs=True).json()
+    assert len(acknowledged["sample_sequence_ids"]) == 1
+    fetched = poll(server, acknowledged["request_id"], headers=PROTOBUF)
+    assert fetched.headers["content-type"] == "application/x-protobuf"
+    response = proto.decode_sample_response(fetched.body)
+    old = poll(server, acknowledged["request_id"], headers={"accept": "application/json"}).json()
+    assert old["type"] == "sample"
+    assert old["sequences"][0]["tokens"] == response.sequences[0].tokens
+    assert old["prompt_logprobs"] == response.prompt_logprobs
+
+
+def test_of_a_large_result_the_size_comes_first_if_the_client_allows(impatient: RunningServer) -> None:
+    request_id = sample(impatient, impatient.sampler()).json()["request_id"]
+    body = {"request_id": request_id, "allow_metadata_only": True}
+    announced = impatient.post("retrieve_future", body, headers=PROTOBUF)
+    while announced.status == 408:
+        announced = impatient.post("retrieve_future", body, headers=PROTOBUF)
+    whole = poll(impatient, request_id, headers=PROTOBUF)
+    assert announced.json() == {"status": "complete_metadata", "response_payload_size": len(whole.body)}
+
+
+def test_a_repeated_submission_finds_its_first_answer(server: RunningServer) -> None:
+    model_id = server.model()
+    first, again = step(server, model_id, 1), step(server, model_id, 1)
+    assert first.json() == again.json()
+    server.result(step(server, model_id, 2))
+    assert [job.seq_id for job in server.workers.executed if job.model_id == model_id] == [0, 1, 2]
+
+
+def test_later_numbers_wait_for_earlier_ones(server: RunningServer) -> None:
+    model_id = server.model()
+    late = step(server, model_id, 2)
+    server.result(step(server, model_id, 1))
+    assert server.result(late)["metrics"]["step"] == 2
+
+
+# The batch poller
+
+
+def batch(server: RunningServer, sampler_id: str, cursor: int = 0, clone: int = 0, fetched: Any = ()) -> Any:
+    target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone}
+    body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": list(fetched)}
+    return server.post("retrieve_futures", body)
+
+
+def test_samples_that_finished_since_the_cursor_are_announced(server: RunningServer) -> None:
+    sampler_id = server.sampler()
+    ids = {sample(server, sampler_id, number).json()["request_id"] for number in range(3)}
+    seen: dict[str, int] = {}
+    cursor = 0
+    while len(seen) < 3:
+        answer = batch(server, sampler_id, cursor).json()
+        seen |= {one["request_id"]: one["response_payload_uncompressed_size"] for one in answer["completions"]}
+        cursor = answer["cursor"]
+    assert seen.keys() == ids
+    assert all(seen.values())
+
+
+def test_a_batch_poll_is_woken_by_the_sample_it_waits_for(server: RunningServer) -> None:
+    sampler_id = server.sampler()
+    with ThreadPoolExecutor(1) as pool:
+        polled = pool.submit(batch, server, sampler_id)
+        request_id = sample(server, sampler_id).json()["request_id"]
+        assert [one["request_id"] for one in polled.result().json()["completions"]] == [request_id]
+
+
+def test_each_clone_hears_of_its_own_samples_only(impatient: RunningServer) -> None:
+    sampler_id = impatient.sampler()
+    joined = impatient.post("join_sampling_session", {"sampling_session_id": sampler_id}).json()["client_counter"]
+    request_id = sample(impatient, sampler_id, joined * 1_000_000_000).json()["request_id"]
+    found = batch(impatient, sampler_id, clone=joined).json()
+    while not found["completions"]:
+        found = batch(impatient, sampler_id, clone=joined).json()
+    assert [one["request_id"] for one in found["completions"]] == [request_id]
+    assert batch(impatient, sampler_id).json() == {"completions": [], "cursor": 0}
+
+
+def test_fetched_samples_are_freed(server: RunningServer) -> None:
+    sampler_id = server.sampler()
+    request_id = sample(server, sampler_id).json()["request_id"]
+    cursor = batch(server, sampler_id).json()["cursor"]
+    later = sample(server, sampler_id, 1)
+    batch(server, sampler_id, cursor, fetched=[request_id])
+    assert poll(server, request_id).status == 410
+    assert poll(server, later.json()["request_id"], headers=PROTOBUF).status == 200
+
+
+# Cancelling
+
+
+def test_a_cancelled_sample_fails_at_once_and_never_runs(server: RunningServer) -> None:
+    sampler_id = server.sampler()
+    server.workers.hold("sample")
+    request_id = sample(server, sampler_id).json()["request_id"]
+    assert server.post("cancel_future", {"request_id": request_id}).status == 200
+    server.workers.release()
+    answer = poll(server, request_id).json()
+    assert answer["category"] == "user"
+    assert request_id not in [job.request_id for job in server.workers.executed]
+
+
+def test_stopping_the_server_ends_its_long_polls(tmp_path: Path) -> None:
+    with RunningServer(tmp_path) as running:
+        model_id = running.model()
+        running.workers.hold("optim_step")
+        request_id = step(running, model_id, 1).json()["request_id"]
+        pool = ThreadPoolExecutor(1)
+        polled = pool.submit(poll, running, request_id)
+        while not len(running.app.state.services.waiting):
+            threading.Event().wait(0.01)
+    assert polled.result().status == 408
+    pool.shutdown()

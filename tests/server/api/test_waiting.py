@@ -1,0 +1,149 @@
+"""One query answers everybody who waits, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from datetime import UTC, datetime
+
+from tinsmith.server.store.records import Done, Status
+from tinsmith.server.waiting import Waiting
+
+
+def status(request_id: str, *, is_done: bool) -> Status:
+    return Status(
+        request_id=request_id,
+        kind="sample",
+        owner="o",
+        base_model="m",
+        model_id=None,
+        sampler_id="s",
+        state="done" if is_done else "queued",
+        outcome=Done(result=b"", content_type="x") if is_done else None,
+        created=datetime.now(UTC),
+        started=None,
+        finished=None,
+    )
+
+
+class Jobs:
+    """A store of jobs that are done or not, and the queries made to it."""
+
+    def __init__(self, *names: str) -> None:
+        self.done = dict.fromkeys(names, False)
+        self.newest: dict[str, int] = {}
+        self.queries: list[list[str]] = []
+        self.is_broken = False
+
+    async def statuses(self, names: Sequence[str]) -> Mapping[str, Status]:
+        self.queries.append(sorted(names))
+        if self.is_broken:
+            raise OSError("no database")
+        return {name: status(name, is_done=self.done[name]) for name in names if name in self.done}
+
+    async def cursors(self, names: Sequence[str]) -> Mapping[str, int]:
+        return {name: self.newest[name] for name in names if name in self.newest}
+
+
+def run(jobs: Jobs, script: Callable[[Waiting], Awaitable[None]]) -> None:
+    async def main() -> None:
+        waiting = Waiting(jobs.statuses, jobs.cursors)
+        answering = asyncio.create_task(waiting.run())
+        try:
+            await asyncio.wait_for(script(waiting), 10)
+        finally:
+            answering.cancel()
+        assert len(waiting) == 0
+
+    asyncio.run(main())
+
+
+async def settled() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_hundred_who_wait_cost_one_query_when_they_come_and_one_when_it_is_done() -> None:
+    names = [f"s:{number:03}" for number in range(100)]
+    jobs = Jobs(*names)
+
+    async def script(waiting: Waiting) -> None:
+        polls = [asyncio.create_task(waiting.until_done(name, 60)) for name in names]
+        await settled()
+        jobs.done = dict.fromkeys(names, True)
+        waiting.notice(names)
+        assert [found.request_id for found in await asyncio.gather(*polls) if found] == names
+        assert jobs.queries == [names, names]
+
+    run(jobs, script)
+
+
+def test_only_those_who_are_concerned_are_looked_up() -> None:
+    jobs = Jobs("s:1", "s:2")
+
+    async def script(waiting: Waiting) -> None:
+        polls = [asyncio.create_task(waiting.until_done(name, 60)) for name in ("s:1", "s:2")]
+        await settled()
+        jobs.done["s:1"] = True
+        waiting.notice(["s:1", "other:7"])
+        await polls[0]
+        assert jobs.queries[-1] == ["s:1"]
+        waiting.drain()
+        assert await polls[1] is None
+
+    run(jobs, script)
+
+
+def test_one_who_gives_up_does_not_strand_the_others() -> None:
+    jobs = Jobs("s:1")
+
+    async def script(waiting: Waiting) -> None:
+        impatient, patient = (asyncio.create_task(waiting.until_done("s:1", 60)) for _ in range(2))
+        await settled()
+        impatient.cancel()
+        jobs.done["s:1"] = True
+        waiting.notice(["s:1"])
+        assert await patient is not None
+
+    run(jobs, script)
+
+
+def test_a_broken_database_delays_and_does_not_end_the_waiting() -> None:
+    jobs = Jobs("s:1")
+    jobs.is_broken = True
+
+    async def script(waiting: Waiting) -> None:
+        poll = asyncio.create_task(waiting.until_done("s:1", 60))
+        await settled()
+        jobs.is_broken = False
+        jobs.done["s:1"] = True
+        assert await poll is not None
+
+    run(jobs, script)
+
+
+def test_what_does_not_come_in_time_is_none() -> None:
+    jobs = Jobs("s:1")
+
+    async def script(waiting: Waiting) -> None:
+        assert await waiting.until_done("s:1", 0.01) is None
+        assert await waiting.until_news("s", 0, 0.01) is None
+
+    run(jobs, script)
+
+
+def test_news_of_a_sampling_session_wake_its_poller() -> None:
+    jobs = Jobs()
+
+    async def script(waiting: Waiting) -> None:
+        poll = asyncio.create_task(waiting.until_news("s", 3, 60))
+        await settled()
+        jobs.newest["s"] = 3
+        waiting.notice(["s:17"])
+        await settled()
+        assert not poll.done()
+        jobs.newest["s"] = 4
+        waiting.notice(["s:18"])
+        assert await poll == 4
+
+    run(jobs, script)

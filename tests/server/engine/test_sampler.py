@@ -1,0 +1,168 @@
+"""Tokens are drawn from the distribution that was asked for, and from nothing else than seed, sample and position."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from tinsmith.server.engine.sampler import Settings, best, draw, draw_many, uniforms, walk
+from tinsmith.types import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def kept_slowly(logits: npt.NDArray[np.float64], params: SamplingParams) -> npt.NDArray[np.float64]:
+    """The distribution after temperature, top-k and top-p, by sorting and adding up."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    if params.temperature == 0:
+        order = order[:1]
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    weights = np.exp((logits[order] - logits[order[0]]) / (params.temperature or 1.0))
+    chances = weights / weights.sum()
+    before = np.cumsum(chances) - chances
+    kept = [index for index in range(len(order)) if index == 0 or before[index] < params.top_p]
+    full = np.zeros(len(logits))
+    full[[order[index] for index in kept]] = chances[kept] / chances[kept].sum()
+    return full
+
+
+def drawn(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 7) -> npt.NDArray[np.int64]:
+    rows = logits.expand(count, -1).contiguous()
+    numbers = torch.from_numpy(uniforms(seed, np.arange(count), 0))
+    return draw(rows, Settings.of([params] * count, logits.shape[-1], CPU), numbers).tokens.numpy()
+
+
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.5),
+    SamplingParams(temperature=2.0),
+    SamplingParams(top_k=5),
+    SamplingParams(top_p=0.7),
+    SamplingParams(temperature=1.5, top_k=20, top_p=0.8),
+    SamplingParams(top_p=0.0),
+    SamplingParams(top_k=1),
+]
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+@pytest.mark.parametrize("size", [30, 700])
+def test_frequencies_follow_the_exact_distribution(params: SamplingParams, size: int) -> None:
+    logits = torch.randn(1, size, generator=torch.Generator().manual_seed(size)) * 2
+    expected = kept_slowly(logits[0].double().numpy(), params)
+    count = 20_000
+    seen = np.bincount(drawn(logits, params, count), minlength=size)
+    assert seen[expected == 0].sum() == 0, "a token outside the filters was drawn"
+    common = expected * count >= 5
+    observed = np.append(seen[common], seen[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum()) * count
+    chi_square = float(((observed - wanted)[wanted > 0] ** 2 / wanted[wanted > 0]).sum())
+    freedom = int((wanted > 0).sum()) - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * max(freedom, 1)) + 4
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 2.0, 2.5]), min_size=2, max_size=40),
+    st.integers(-1, 45),
+    st.floats(0, 1),
+    st.sampled_from([0.0, 0.3, 1.0, 4.0]),
+)
+def test_filters_keep_what_a_slow_reference_keeps_ties_included(
+    values: list[float], top_k: int, top_p: float, temperature: float
+) -> None:
+    params = SamplingParams(top_k=top_k, top_p=top_p, temperature=temperature)
+    assume(not _on_edge(values, params))
+    expected = kept_slowly(np.array(values), params)
+    seen = set(drawn(torch.tensor([values]), params, 300).tolist())
+    assert all(expected[token] > 0 for token in seen)
+    assert all(token in seen for token in np.flatnonzero(expected > 0.1))
+
+
+def _on_edge(values: list[float], params: SamplingParams) -> bool:
+    """Whether a cumulative sum meets top_p to the last bits: then rounding decides."""
+    near = [kept_slowly(np.array(values), SamplingParams(top_k=params.top_k, temperature=params.temperature,
+                                                         top_p=min(max(params.top_p + delta, 0), 1)))
+            for delta in (-1e-9, 1e-9)]  # fmt: skip
+    return bool(((near[0] > 0) != (near[1] > 0)).any())
+
+
+def test_a_flat_distribution_needs_more_candidates_than_are_looked_at_first() -> None:
+    logits = torch.zeros(1, 5000)
+    tokens = drawn(logits, SamplingParams(top_p=0.5), 400)
+    assert tokens.max() < 2500, "of equal tokens those of lower id are kept"
+    assert tokens.max() > 2400
+
+
+def test_log_probabilities_are_the_models_whatever_the_settings() -> None:
+    logits = torch.randn(len(PARAMS), 300)
+    numbers = torch.rand(len(PARAMS), dtype=torch.float64)
+    tokens, logprobs = draw(logits, Settings.of(PARAMS, 300, CPU), numbers)
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
+    logits = torch.randn(len(PARAMS), 300)
+    numbers = torch.rand(len(PARAMS), dtype=torch.float64)
+    together = draw(logits, Settings.of(PARAMS, 300, CPU), numbers).tokens
+    for row, params in enumerate(PARAMS):
+        alone = draw(logits[row : row + 1], Settings.of([params], 300, CPU), numbers[row : row + 1])
+        assert alone.tokens[0] == together[row]
+
+
+def test_temperature_zero_takes_the_first_of_the_most_likely() -> None:
+    logits = torch.tensor([[1.0, 3.0, 3.0, 0.0]])
+    assert drawn(logits, SamplingParams(temperature=0), 5).tolist() == [1] * 5
+
+
+def test_alternatives_are_drawn_with_replacement_at_the_temperature() -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    numbers = torch.from_numpy(uniforms(3, np.arange(20_000), 1))[None]
+    tokens = draw_many(logits, 0.5, numbers)
+    expected = (logits[0] / 0.5).softmax(-1)
+    torch.testing.assert_close(tokens[0].bincount(minlength=3) / 20_000, expected, atol=0.01, rtol=0)
+    assert draw_many(logits, 0.0, numbers[:, :3]).tolist() == [[2, 2, 2]]
+
+
+@given(st.lists(st.floats(0, 1, width=32), min_size=1, max_size=1000).filter(any), st.floats(0, 1, exclude_max=True))
+def test_a_token_without_weight_is_never_drawn(weights: list[float], number: float) -> None:
+    token = int(walk(torch.tensor([weights]), torch.tensor([[number]], dtype=torch.float64)))
+    assert weights[token] > 0
+
+
+def test_the_largest_number_below_one_draws_the_last_token_with_weight() -> None:
+    weights = torch.cat([torch.rand(1, 600) + 0.1, torch.zeros(1, 100)], dim=1)
+    assert int(walk(weights, torch.tensor([[1 - 2.0**-53]], dtype=torch.float64))) == 599
+
+
+def test_random_numbers_are_uniform_and_unrelated() -> None:
+    numbers = uniforms(5, np.arange(100)[:, None], np.arange(1000)[None, :])
+    assert 0 <= numbers.min() <= numbers.max() < 1
+    counts = np.histogram(numbers, bins=50, range=(0, 1))[0]
+    assert ((counts - 2000) ** 2 / 2000).sum() < 49 + 4 * np.sqrt(2 * 49)
+    for axis in (0, 1):
+        shifted = np.corrcoef(numbers.ravel(), np.roll(numbers, 1, axis).ravel())[0, 1]
+        assert abs(shifted) < 0.015
+    assert (
+        abs(np.corrcoef(numbers.ravel(), uniforms(6, np.arange(100)[:, None], np.arange(1000)).ravel())[0, 1]) < 0.015
+    )
+
+
+def test_random_numbers_stay_what_they_are_from_release_to_release() -> None:
+    assert uniforms([0, 1, 2**64 - 1], 0, [0, 0, 7]).tolist() == [
+        0.13870941014555427,
+        0.6935121390102292,
+        0.14119421699853907,
+    ]
+
+
+def test_the_best_tokens_come_in_order_of_logit_and_then_of_id() -> None:
+    logits = torch.tensor([[0.0, 2.0, -0.0, 2.0, -5.0, 0.0]])
+    values, ids = best(logits, 4)
+    assert ids.tolist() == [[1, 3, 0, 2]]
+    assert values.tolist() == [[2.0, 2.0, 0.0, 0.0]]

@@ -1,0 +1,216 @@
+"""Opening, upgrading, and what survives when processes die."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from tests.server.postgres import Postgres
+from tests.server.store.making import DONE, MODEL, at_once, sample, seq_ids, training
+from tinsmith.errors import ConfigError, InvalidInputError
+from tinsmith.server.store import Store, schema
+from tinsmith.server.store.database import Database
+
+KILLS = 8
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where no tables are yet."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/new/folder/tinsmith.db"
+    server: Postgres = request.getfixturevalue("postgres")
+    return server.new_database()
+
+
+def test_the_migrations_build_the_tables_that_the_code_uses(empty: str) -> None:
+    database = Database(empty)
+    with database.engine.connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert compare_metadata(context, schema.metadata) == []
+        assert context.get_current_revision() == schema.REVISION
+    database.close()
+
+
+def test_many_that_open_a_new_database_at_once_all_can_use_it(empty: str) -> None:
+    def open_and_use(place: int) -> None:
+        store = Store(empty)
+        store.jobs.enqueue(sample(place))
+        store.close()
+
+    at_once(6, open_and_use)
+    store = Store(empty)
+    assert len(store.jobs.claim("tiny", "w", "sample", 10)) == 6
+    store.close()
+
+
+def test_a_database_of_a_newer_release_is_refused(empty: str) -> None:
+    database = Database(empty)
+    database.write(lambda connection: connection.execute(sa.text("UPDATE alembic_version SET version_num = '9999'")))
+    database.close()
+    with pytest.raises(ConfigError, match="newer Tinsmith"):
+        Store(empty)
+
+
+@pytest.mark.parametrize("url", ["nonsense", "mysql://host/db", "sqlite://", "sqlite:///:memory:"])
+def test_a_url_that_cannot_work_is_refused_with_an_example(url: str) -> None:
+    with pytest.raises(ConfigError, match="use sqlite:////absolute"):
+        Store(url)
+
+
+def test_a_password_in_a_malformed_url_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Store("postgres:ann:secret@host")
+    assert "secret" not in str(caught.value)
+
+
+def test_a_failed_call_leaves_nothing_behind(store: Store) -> None:
+    with pytest.raises(InvalidInputError):
+        store.jobs.enqueue(training(0, payload=b"x", size=2**63))
+    assert store.jobs.enqueue(training(0)).is_new
+
+
+def test_errors_of_the_database_show_no_values(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    with pytest.raises(sa.exc.IntegrityError) as caught:
+        store._database.write(
+            lambda c: c.execute(sa.insert(schema.payloads), {"request_id": "s:sample:0:0", "data": b"secret prompt"})
+        )
+    assert "secret" not in str(caught.value)
+
+
+def statements(store: Store) -> list[tuple[str, Any]]:
+    """What goes to the database from now on, with its parameters."""
+    seen: list[tuple[str, Any]] = []
+
+    def note(_connection: object, _cursor: object, statement: str, parameters: Any, *_: object) -> None:
+        seen.append((statement, parameters))
+
+    sa.event.listen(store._database.engine, "before_cursor_execute", note)
+    return seen
+
+
+def test_neither_claiming_nor_waiting_reads_the_whole_queue(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
+    store.jobs.enqueue(sample(0))
+    seen = statements(store)
+    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.complete("w", {"s:sample:0:0": DONE})
+    store.jobs.cancel_asked("tiny", "w")
+    store.results.statuses(["s:sample:0:0"])
+    store.results.completions("s:sample:0", 0, 0)
+    queries = [(statement, values) for statement, values in seen if statement.startswith(("SELECT", "UPDATE", "WITH"))]
+    with store._database.engine.connect() as connection:
+        for statement, values in queries:
+            plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
+            assert not [row.detail for row in plan if row.detail.startswith(("SCAN jobs", "SCAN streams"))]
+    assert len(queries) > 5
+    store.close()
+
+
+def test_what_is_acknowledged_reaches_the_disk_and_what_follows_from_it_need_not(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
+
+    def level(connection: sa.Connection) -> object:
+        return connection.scalar(sa.text("PRAGMA synchronous"))
+
+    full, normal = 2, 1
+    assert store._database.write(level) == full
+    assert store._database.write(level, durable=False) == normal
+    assert store._database.write(level) == full
+    store.close()
+
+
+def test_work_goes_on_after_postgres_was_restarted(postgres: Postgres) -> None:
+    store = Store(postgres.new_database())
+    store.jobs.enqueue(training(0))
+    postgres.stop()
+    with pytest.raises(sa.exc.OperationalError):
+        store.jobs.enqueue(training(1))
+    postgres.start()
+    store.jobs.enqueue(training(1))
+    assert seq_ids(store.jobs.claim("tiny", "w", "train", 10)) == [0, 1]
+    store.close()
+
+
+_SUBMIT = """
+import sys
+from tests.server.store.making import training
+from tinsmith.server.store import Store
+store = Store(sys.argv[1])
+print(sum(store.jobs.enqueue(training(seq_id)).is_new for seq_id in range(150)))
+"""
+
+
+def test_two_processes_submit_the_same_numbers_to_one_database(url: str) -> None:
+    processes = [subprocess.Popen([sys.executable, "-c", _SUBMIT, url], stdout=subprocess.PIPE) for _ in range(2)]
+    new = [int(process.communicate(timeout=120)[0]) for process in processes]
+    assert sum(new) == 150
+    store = Store(url)
+    assert seq_ids(store.jobs.claim("tiny", "w", "train", 1000)) == list(range(150))
+    store.close()
+
+
+_WORK_UNTIL_KILLED = """
+import itertools, sys
+from tests.server.store.making import DONE, training
+from tinsmith.server.store import Store
+store = Store(sys.argv[1])
+store.jobs.requeue("tiny")
+for seq_id in itertools.count(int(sys.argv[2])):
+    print("acknowledged", store.jobs.enqueue(training(seq_id)).request_id, flush=True)
+    for job in store.jobs.claim("tiny", "w", "train", 2):
+        for request_id in store.jobs.complete("w", {job.request_id: DONE}):
+            print("completed", request_id, flush=True)
+"""
+
+
+def test_a_killed_process_loses_nothing_that_it_acknowledged(url: str) -> None:
+    chance = random.Random(7)
+    acknowledged: set[str] = set()
+    completed: list[str] = []
+    for _ in range(KILLS):
+        command = [sys.executable, "-c", _WORK_UNTIL_KILLED, url, str(len(acknowledged))]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(chance.randrange(1, 40))]
+            process.send_signal(signal.SIGKILL)
+            lines += process.stdout.readlines()
+        for word, request_id in (line.split() for line in lines if line.endswith("\n")):
+            acknowledged.add(request_id) if word == "acknowledged" else completed.append(request_id)
+        _check_ledger(url, acknowledged, completed)
+    assert len(completed) > KILLS
+
+
+def _check_ledger(url: str, acknowledged: set[str], completed: list[str]) -> None:
+    assert len(completed) == len(set(completed)), "a job was done twice"
+    database = Database(url)
+    if database.is_sqlite:
+        assert database.read(lambda c: c.scalar(sa.text("PRAGMA integrity_check"))) == "ok"
+    database.close()
+    store = Store(url)
+    statuses = store.results.statuses(acknowledged)
+    assert statuses.keys() == acknowledged
+    assert all(statuses[request_id].outcome == DONE for request_id in completed)
+    store.close()
+
+
+def test_the_model_of_the_killed_process_goes_on_in_order(url: str) -> None:
+    store = Store(url)
+    for seq_id in range(3):
+        store.jobs.enqueue(training(seq_id))
+    store.jobs.claim("tiny", "lost", "train", 2)
+    store.close()
+    again = Store(url)
+    again.jobs.requeue("tiny")
+    assert [job.request_id for job in again.jobs.claim("tiny", "w", "train", 10)] == [f"{MODEL}:{n}" for n in range(3)]
+    again.close()
