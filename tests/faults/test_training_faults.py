@@ -222,15 +222,23 @@ def test_without_a_token_nothing_was_sent_so_the_number_is_still_free(clock: Vir
         assert seq_ids(server) == [1]
 
 
-def test_a_token_that_was_revoked_is_replaced_and_the_operation_goes_on() -> None:
+def test_a_token_that_was_revoked_is_replaced_once() -> None:
     with FakeServer(flags={"pjwt_auth_enabled": True}) as server, open_training(server) as client:
-        exchanges = len(server.received("auth/token"))
-        server.script("optim_step", Reply(401, json={"detail": "token revoked"}))
-        server.script("optim_step", Reply(401, json={"detail": "no longer a customer"}))
+        before = len(server.received("auth/token"))
+        server.script("get_info", Reply(401, json={"detail": "token revoked"}))
+        assert client.get_info().model_id == client.model_id
+        assert len(server.received("auth/token")) == before + 1
+        server.script("get_info", Reply(401, json={"detail": "no longer a customer"}), times=2)
         with pytest.raises(AuthenticationError, match="customer"):
-            client.optim_step(ADAM).result(PATIENCE)
-        assert len(server.received("auth/token")) == exchanges + 1
-        assert seq_ids(server) == [1, 1]
+            client.get_info()
+        assert len(server.received("get_info")) == 4
+
+
+def test_a_refused_key_is_not_tried_again(server: FakeServer, client: TrainingClient) -> None:
+    server.script("get_info", Reply(401, json={"detail": "unknown key"}))
+    with pytest.raises(AuthenticationError):
+        client.get_info()
+    assert len(server.received("get_info")) == 1
 
 
 # --- lost answers ----------------------------------------------------------------------------------------------------

@@ -129,12 +129,15 @@ class FakeServer:
         self._loop.close()
 
     async def _shut(self) -> None:
+        # asyncio loses a connection that is being accepted while the server closes, so first it stops accepting.
+        for listener in self._server.sockets:
+            self._loop.remove_reader(listener.fileno())
+        for _ in range(5):
+            await asyncio.sleep(0)
         self._server.close()
-        turns = 10  # a connection accepted a moment ago is known only some turns of the loop later
-        while self._connections or turns > 0:
+        while self._connections:
             self._abort_all()
             await asyncio.sleep(0)
-            turns -= 1
 
     def _on_loop(self, function: Callable[[], T]) -> T:
         async def call() -> T:

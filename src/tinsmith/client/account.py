@@ -124,7 +124,7 @@ class Token:
         return self._jwt
 
     def discard(self, token: str) -> bool:
-        """Forgets a token the server no longer takes. False if it is the user's own credential, and there is no other."""
+        """Forgets a token the server no longer takes. False for the user's own credential: there is no other."""
         if self._jwt == token:
             self._jwt = None
         return self._exchange_enabled

@@ -125,9 +125,13 @@ class Waiting:
         """Where a job stands now; `None` if there is no such job."""
         return await self._jobs.ask(request_id, lambda status: True)
 
-    async def until_done(self, request_id: str, seconds: float) -> Status | None:
-        """The job once it has an outcome; `None` if that takes longer, or if it was removed."""
-        return await self._within(seconds, self._jobs.ask(request_id, _is_over))
+    async def until_done(self, request_id: str, owner: str, seconds: float) -> Status | None:
+        """The job once it has an outcome; `None` if that takes longer. What is not this owner's is not waited for."""
+
+        def is_over(status: Status | None) -> bool:
+            return status is None or status.owner != owner or status.outcome is not None
+
+        return await self._within(seconds, self._jobs.ask(request_id, is_over))
 
     async def until_news(self, sampler_id: str, cursor: int, seconds: float) -> int | None:
         """The highest cursor of a sampling session once it is above this one; `None` if that takes longer."""
@@ -170,7 +174,3 @@ class Waiting:
             async with asyncio.timeout(0 if self._is_draining else seconds):
                 return await asking
         return None
-
-
-def _is_over(status: Status | None) -> bool:
-    return status is None or status.outcome is not None

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-import uvicorn
-
 from tests.server.api.stand_in import StandInWorkers
-from tinsmith.server.app import create_app, drain
+from tinsmith.server.app import create_app
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts, ModelSource
+from tinsmith.server.serve import ApiServer, listen
 from tinsmith.server.store import Store
 
 MODELS = ("tiny/model-1", "tiny/model-2")
@@ -58,20 +56,19 @@ class RunningServer:
     def __enter__(self) -> Self:
         self.workers = StandInWorkers(self.store, CheckpointFolders(self.config.checkpoints), MODELS)
         self.app = create_app(self.config, self.store, self.app_models, self.workers)
-        listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
+        listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self._uvicorn = uvicorn.Server(uvicorn.Config(self.app, log_level="warning", access_log=False))
-        self._thread = threading.Thread(target=self._uvicorn.run, kwargs={"sockets": [listener]}, name="api")
+        self._api = ApiServer(self.app)
+        self._thread = threading.Thread(target=self._api.run, kwargs={"sockets": [listener]}, name="api")
         self._thread.start()
-        while not self._uvicorn.started:
+        while not self._api.started:
             assert self._thread.is_alive()
             threading.Event().wait(0.005)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.workers._loop.call_soon_threadsafe(drain, self.app)
-        self._uvicorn.should_exit = True
+        self._api.should_exit = True
         self._thread.join(_STOP_SECONDS)
         assert not self._thread.is_alive(), "the API did not stop"
         self.store.close()

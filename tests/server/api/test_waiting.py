@@ -68,7 +68,7 @@ def test_a_hundred_who_wait_cost_one_query_when_they_come_and_one_when_it_is_don
     jobs = Jobs(*names)
 
     async def script(waiting: Waiting) -> None:
-        polls = [asyncio.create_task(waiting.until_done(name, 60)) for name in names]
+        polls = [asyncio.create_task(waiting.until_done(name, "o", 60)) for name in names]
         await settled()
         jobs.done = dict.fromkeys(names, True)
         waiting.notice(names)
@@ -82,7 +82,7 @@ def test_only_those_who_are_concerned_are_looked_up() -> None:
     jobs = Jobs("s:1", "s:2")
 
     async def script(waiting: Waiting) -> None:
-        polls = [asyncio.create_task(waiting.until_done(name, 60)) for name in ("s:1", "s:2")]
+        polls = [asyncio.create_task(waiting.until_done(name, "o", 60)) for name in ("s:1", "s:2")]
         await settled()
         jobs.done["s:1"] = True
         waiting.notice(["s:1", "other:7"])
@@ -98,7 +98,7 @@ def test_one_who_gives_up_does_not_strand_the_others() -> None:
     jobs = Jobs("s:1")
 
     async def script(waiting: Waiting) -> None:
-        impatient, patient = (asyncio.create_task(waiting.until_done("s:1", 60)) for _ in range(2))
+        impatient, patient = (asyncio.create_task(waiting.until_done("s:1", "o", 60)) for _ in range(2))
         await settled()
         impatient.cancel()
         jobs.done["s:1"] = True
@@ -113,7 +113,7 @@ def test_a_broken_database_delays_and_does_not_end_the_waiting() -> None:
     jobs.is_broken = True
 
     async def script(waiting: Waiting) -> None:
-        poll = asyncio.create_task(waiting.until_done("s:1", 60))
+        poll = asyncio.create_task(waiting.until_done("s:1", "o", 60))
         await settled()
         jobs.is_broken = False
         jobs.done["s:1"] = True
@@ -122,11 +122,23 @@ def test_a_broken_database_delays_and_does_not_end_the_waiting() -> None:
     run(jobs, script)
 
 
+def test_what_is_not_there_or_anothers_is_not_waited_for() -> None:
+    jobs = Jobs("s:1")
+
+    async def script(waiting: Waiting) -> None:
+        assert await waiting.until_done("s:2", "o", 60) is None
+        anothers = await waiting.until_done("s:1", "somebody", 60)
+        assert anothers is not None
+        assert anothers.owner == "o"
+
+    run(jobs, script)
+
+
 def test_what_does_not_come_in_time_is_none() -> None:
     jobs = Jobs("s:1")
 
     async def script(waiting: Waiting) -> None:
-        assert await waiting.until_done("s:1", 0.01) is None
+        assert await waiting.until_done("s:1", "o", 0.01) is None
         assert await waiting.until_news("s", 0, 0.01) is None
 
     run(jobs, script)

@@ -6,10 +6,11 @@ from datetime import timedelta
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from tests.server.store.making import MODEL, Clock, at_once, new_checkpoint, new_model, training
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.store import Store
+from tinsmith.server.store import Store, schema
 from tinsmith.server.store.records import (
     Lora,
     NewLoss,
@@ -371,6 +372,13 @@ def test_a_key_is_shown_once_and_verified_by_its_hash(store: Store) -> None:
     assert new.plain not in repr(new)
     assert new.plain not in repr(store.keys.all())
     assert new.key.hint == new.plain[-4:]
+
+
+def test_half_a_hash_proves_nothing(store: Store) -> None:
+    new = store.keys.create("ann", "laptop")
+    similar = sa.update(schema.keys).values(hash=schema.keys.c.prefix + "0" * 56)
+    store._database.write(lambda connection: connection.execute(similar))
+    assert store.keys.verify(new.plain) is None
 
 
 def test_a_revoked_key_is_refused_at_once(store: Store) -> None:

@@ -100,6 +100,23 @@ def test_one_query_tells_which_sampling_sessions_have_news(store: Store) -> None
     assert after["s:sample:1"] > before.get("s:sample:1", 0)
 
 
+def test_a_poller_who_saw_everything_has_no_news(store: Store) -> None:
+    store.jobs.enqueue_many([Submission(job=sample(0)), Submission(job=sample(0, sampler_id="s:sample:1"))])
+    store.jobs.claim("tiny", "w", "sample", 2)
+    store.jobs.complete("w", {f"{SAMPLER}:0": DONE, "s:sample:1:0": DONE})
+    store.jobs.cancel(f"{SAMPLER}:0", "bob")
+    for clone in (0, 5):
+        assert store.results.completions(SAMPLER, clone, 0).cursor == store.results.newest([SAMPLER])[SAMPLER]
+
+
+def test_more_completions_than_one_answer_holds_come_in_several(store: Store) -> None:
+    store.jobs.enqueue_many([Submission(job=sample(seq_id), outcome=DONE) for seq_id in range(1500)])
+    first = store.results.completions(SAMPLER, 0, 0)
+    second = store.results.completions(SAMPLER, 0, first.cursor)
+    seen = [item.request_id for item in [*first.items, *second.items]]
+    assert seen == [f"{SAMPLER}:{seq_id}" for seq_id in range(1500)]
+
+
 def test_a_poller_among_many_finishing_threads_misses_nothing(store: Store) -> None:
     total = 120
     store.jobs.enqueue_many([Submission(job=sample(seq_id)) for seq_id in range(total)])
@@ -156,6 +173,14 @@ def test_training_that_may_be_replayed_outlives_its_result(store: Store, clock: 
     assert status(store, request_id).outcome == Expired()
     assert seq_ids(store.jobs.history(MODEL, -1, 10)) == [0]
     store.jobs.forget_payloads(MODEL, 0)
+    store.results.expire(clock())
+    assert store.results.statuses([request_id]) == {}
+
+
+def test_training_that_failed_changed_nothing_and_is_not_kept_for_replay(store: Store, clock: Clock) -> None:
+    request_id = store.jobs.enqueue(training(0)).request_id
+    store.jobs.claim("tiny", "w", "train", 1)
+    store.jobs.complete("w", {request_id: Failed(error="no", category="user")})
     store.results.expire(clock())
     assert store.results.statuses([request_id]) == {}
 

@@ -30,13 +30,11 @@ from tinsmith.wire import json, proto
 async def retrieve_future(call: Call) -> Response:
     """The result of an operation, waited for up to half a minute; 408 if it takes longer."""
     request = await call.read(FutureRetrieveRequest)
-    waiting = call.services.waiting
-    status = await waiting.status(request.request_id)
+    waiting, seconds = call.services.waiting, call.services.config.long_poll_seconds
+    status = await waiting.until_done(request.request_id, call.owner, seconds)
+    status = status or await waiting.status(request.request_id)
     if status is None or status.owner != call.owner:
         raise await _unknown(call, request.request_id)
-    if status.outcome is None:
-        seconds = call.services.config.long_poll_seconds
-        status = await waiting.until_done(request.request_id, seconds) or status
     return await _result(call, request, status)
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import datetime
+from typing import Literal
 
 import sqlalchemy as sa
 
-from tinsmith.server.store.database import Database
+from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.outcomes import STATUS_COLUMNS, status
 from tinsmith.server.store.records import Completion, Completions, Status
 from tinsmith.server.store.schema import jobs, payloads, results, streams
 
 _CLONE = 1_000_000_000  # a clone of a sampling client counts from its own multiple of this
+_PAGE = 1000  # completions in one answer
 _AT_ONCE = 500  # rows removed in one transaction, so that nobody waits long for the write lock
 
 _STATUSES = (
@@ -30,8 +32,9 @@ _COMPLETIONS = (
         jobs.c.seq_id < sa.bindparam("first") + _CLONE,
     )
     .order_by(jobs.c.done_serial)
-    .limit(1000)
+    .limit(_PAGE)
 )
+_NEWEST = sa.select(streams.c.done_serial).where(streams.c.stream == sa.bindparam("sampler_id"))
 
 
 class Results:
@@ -54,17 +57,21 @@ class Results:
         )
 
     def completions(self, sampler_id: str, clone: int, cursor: int) -> Completions:
-        """What finished in a sampling session after the cursor, in the order of finishing, for one clone of it."""
+        """What finished in a sampling session after the cursor, in the order of finishing, for one clone of it.
+
+        The new cursor is `newest` of that moment, unless there is more than one answer holds.
+        """
         where = {"sampler_id": sampler_id, "cursor": cursor, "first": clone * _CLONE}
-        rows = self._database.read(lambda connection: connection.execute(_COMPLETIONS, where).all())
-        items = [
-            Completion(
-                request_id=row.request_id, state="finished" if row.state == "done" else "failed", size=row.size or 0
-            )
-            for row in rows
-            if row.state != "done" or row.size is not None
-        ]
-        return Completions(items=items, cursor=rows[-1].done_serial if rows else cursor)
+
+        def read(connection: sa.Connection) -> tuple[int, Sequence[Row]]:
+            # The newest serial is read first: all jobs up to it are then there to be seen.
+            newest = connection.scalar(_NEWEST, where) or 0
+            return newest, connection.execute(_COMPLETIONS, where).all()
+
+        newest, rows = self._database.read(read)
+        items = [_completion(row) for row in rows if row.state != "done" or row.size is not None]
+        last = rows[-1].done_serial if rows else cursor
+        return Completions(items=items, cursor=last if len(rows) == _PAGE else max(last, newest))
 
     def free(self, owner: str, request_ids: Collection[str]) -> None:
         """Their client has these samples and will not ask again. The numbers stay used."""
@@ -97,3 +104,8 @@ class Results:
         while count := self._database.write(lambda c: c.execute(statement).rowcount, durable=False):
             removed += count
         return removed
+
+
+def _completion(row: Row) -> Completion:
+    state: Literal["finished", "failed"] = "finished" if row.state == "done" else "failed"
+    return Completion(request_id=row.request_id, state=state, size=row.size or 0)
