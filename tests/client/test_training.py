@@ -317,6 +317,17 @@ def test_whatever_a_custom_loss_raises_reaches_its_future_and_the_next_goes_on(
     assert seq_ids(server) == [1, 2]
 
 
+def test_a_custom_loss_may_wait_for_another_client_of_the_account_however_large_the_data() -> None:
+    with FakeServer(flags={"fwdbwd_dispatch_bytes_semaphore_size": 10}) as server, open_service(server) as service:
+        trained, reference = (service.create_lora_training_client("tiny/model-1", rank=8) for _ in range(2))
+
+        def with_reference(data: list[Datum], logprobs: list[np.ndarray]) -> Any:
+            reference.forward(data, "cross_entropy").result(PATIENCE)
+            return squared(data, logprobs)
+
+        trained.forward_backward_custom(make_data(4), with_reference, framework="numpy").result(PATIENCE)
+
+
 def test_a_custom_loss_that_waits_for_its_own_client_is_told_that_it_would_wait_for_ever(
     client: TrainingClient,
 ) -> None:

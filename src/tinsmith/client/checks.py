@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tinsmith.errors import InvalidInputError, InvalidTypeError
 from tinsmith.types import ParsedCheckpointTinkerPath
 
@@ -26,6 +28,16 @@ def check_id(field: str, value: object) -> str:
             value=text,
         )
     return text
+
+
+def check_metadata(value: object) -> dict[str, str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping):
+        raise InvalidTypeError(
+            f"user_metadata is {value!r}; it must be a dictionary of texts.", field="user_metadata", value=value
+        )
+    return dict(value)
 
 
 def check_choice(field: str, value: object, choices: tuple[str, ...]) -> None:

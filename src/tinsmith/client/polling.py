@@ -53,7 +53,7 @@ async def retrieve(
     request_id: str,
     *,
     subject: str,
-    traffic: Traffic = Traffic.POLL,
+    traffic: Traffic = Traffic.TRAIN_POLL,
     roundtrip: float | None = None,
     payload_size: int | None = None,
     progress_timeout: float | None = None,

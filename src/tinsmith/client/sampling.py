@@ -537,6 +537,7 @@ class _Sample:
                 SAMPLE,
                 answer.request_id,
                 subject=client.sampling_session_id,
+                traffic=Traffic.POLL,
                 payload_size=size,
                 progress_timeout=client._progress_timeout(),
             )

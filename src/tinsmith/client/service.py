@@ -15,7 +15,7 @@ from typing import Any, Self
 import msgspec
 
 from tinsmith.client import futures, loss_graph
-from tinsmith.client.checks import check_text, parse_checkpoint_path
+from tinsmith.client.checks import check_metadata, check_text, parse_checkpoint_path
 from tinsmith.client.config import Config, check_config
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.console import session_url, sessions_url
@@ -307,7 +307,7 @@ class ServiceClient:
         if not (train_mlp or train_attn or train_unembed):
             raise InvalidInputError("Nothing would be trained: set one of train_mlp, train_attn, train_unembed.")
         lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
-        metadata = None if user_metadata is None else dict(user_metadata)
+        metadata = check_metadata(user_metadata)
         number = next(self._session.model_numbers)
         return self._connection.run(
             lambda: self._create_model(number, base_model, lora, metadata, optimizer or AdamOptimizerConfig())
@@ -344,7 +344,7 @@ class ServiceClient:
         with_optimizer: bool,
     ) -> APIFuture[TrainingClient]:
         parse_checkpoint_path("path", path)
-        metadata = None if user_metadata is None else dict(user_metadata)
+        metadata = check_metadata(user_metadata)
         number = next(self._session.model_numbers)
 
         async def create() -> TrainingClient:

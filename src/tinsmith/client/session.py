@@ -20,11 +20,12 @@ from typing import Literal
 
 from tinsmith._version import PROTOCOL_VERSION
 from tinsmith.client import futures
+from tinsmith.client.checks import check_metadata
 from tinsmith.client.config import Config
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.once import Once
 from tinsmith.client.transport import HttpResponse, Traffic
-from tinsmith.errors import InvalidTypeError, NotFoundError, RequestExpiredError, TinkerError
+from tinsmith.errors import NotFoundError, RequestExpiredError, TinkerError
 from tinsmith.types import (
     ClientConfigRequest,
     ClientDynamicConfigResponse,
@@ -64,7 +65,7 @@ class Session:
         self._inherited_id = session_id
         self._request = CreateSessionRequest(
             tags=list(connection.config.tags),
-            user_metadata=_checked_metadata(user_metadata),
+            user_metadata=check_metadata(user_metadata) or {},
             sdk_version=PROTOCOL_VERSION,
             project_id=connection.config.project_id,
             display_name=display_name,
@@ -148,16 +149,6 @@ class Session:
         except (TinkerError, TimeoutError) as error:
             reason = str(error) or f"no answer within {FINISH_SECONDS:g} s"
             logger.warning("The server was not told that the session ended (%s); it will expire there.", reason)
-
-
-def _checked_metadata(user_metadata: Mapping[str, str] | None) -> dict[str, str]:
-    if user_metadata is not None and not isinstance(user_metadata, Mapping):
-        raise InvalidTypeError(
-            f"user_metadata is {user_metadata!r}; it must be a dictionary of texts.",
-            field="user_metadata",
-            value=user_metadata,
-        )
-    return dict(user_metadata or {})
 
 
 def inherited_session(config: Config, session_id: str) -> Session:

@@ -20,7 +20,6 @@ from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import Session
 from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
 from tinsmith.client.threads import run_coding, run_user_code
-from tinsmith.client.transport import Traffic
 from tinsmith.client.turns import Operation, Submission, TurnQueue
 from tinsmith.errors import InvalidInputError, InvalidTypeError, UnsupportedByServerError
 from tinsmith.types import (
@@ -375,7 +374,8 @@ class TrainingClient:
         async def prepare() -> Sequence[Submission]:
             return await self._encode(data, loss_fn, config, forward_only=forward_only)
 
-        return self._data_operation(prepare, data, FORWARD if forward_only else FORWARD_BACKWARD)
+        kind = FORWARD if forward_only else FORWARD_BACKWARD
+        return self._data_operation(prepare, kind, byte_cost=sum(map(chunks.byte_size, data)))
 
     def _custom_backward(
         self,
@@ -395,7 +395,8 @@ class TrainingClient:
             weighted = await run_user_code(weigh, await forward)
             return await self._encode(weighted, "cross_entropy", None, forward_only=False)
 
-        operation = self._data_operation(prepare, data, FORWARD_BACKWARD)
+        # It counts for no bytes: it would hold them while the loss is computed, which may wait for other operations.
+        operation = self._data_operation(prepare, FORWARD_BACKWARD, byte_cost=0)
         collect = operation.collect
 
         async def collect_with_metrics(answers: Sequence[UntypedAPIFuture]) -> ForwardBackwardOutput:
@@ -407,18 +408,13 @@ class TrainingClient:
     def _data_operation(
         self,
         prepare: Callable[[], Coroutine[Any, Any, Sequence[Submission]]],
-        data: Sequence[Datum],
         kind: ResultKind[ForwardBackwardOutput],
+        byte_cost: int,
     ) -> Operation[ForwardBackwardOutput]:
         async def collect(answers: Sequence[UntypedAPIFuture]) -> ForwardBackwardOutput:
             return chunks.join(await _all(self._retrieve(kind, answer) for answer in answers))
 
-        return Operation(
-            prepare=prepare,
-            collect=collect,
-            byte_cost=sum(map(chunks.byte_size, data)),
-            in_parallel=self._sends_chunks_together,
-        )
+        return Operation(prepare=prepare, collect=collect, byte_cost=byte_cost, in_parallel=self._sends_chunks_together)
 
     async def _encode(
         self, data: Sequence[Datum], loss_fn: LossFnType, config: LossConfig | None, *, forward_only: bool
@@ -441,7 +437,7 @@ class TrainingClient:
         return chosen if chosen is not None else flags is None or flags.parallel_fwdbwd_chunks
 
     async def _retrieve(self, kind: ResultKind[T], answer: UntypedAPIFuture) -> T:
-        return await retrieve(self._connection, kind, answer.request_id, subject=TRAINING, traffic=Traffic.TRAIN_POLL)
+        return await retrieve(self._connection, kind, answer.request_id, subject=TRAINING)
 
     def load(self, path: str, weights_access_token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
         """Replaces the weights by saved ones. The service client does this right after it has made the model."""

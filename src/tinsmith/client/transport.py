@@ -29,7 +29,7 @@ class Traffic(enum.Enum):
     TRAIN = ("train", 50)
     TRAIN_POLL = ("train-poll", 200)
     SAMPLE = ("sample", 400)
-    POLL = ("poll", 2000)
+    POLL = ("poll", 2000)  # for samples, which may wait in thousands
     REST = ("rest", 50)
     TELEMETRY = ("telemetry", 4)
 
@@ -82,14 +82,15 @@ class Transport:
         self, traffic: Traffic, request: HttpRequest
     ) -> AsyncIterator[tuple[HttpResponse, AsyncIterator[bytes]]]:
         """A reply whose body is read piece by piece; the timeout bounds each wait, not the whole."""
-        with _translated_errors(request):
-            async with contextlib.AsyncExitStack() as stack:
+        async with contextlib.AsyncExitStack() as stack:
+            with _translated_errors(request):
                 client = self._pool(traffic).client
                 async with asyncio.timeout(request.timeout):
                     reply = await stack.enter_async_context(
                         client.stream(request.method, request.url, request.headers, request.body)
                     )
-                yield HttpResponse(reply.status, reply.headers, b""), _pieces(reply, request.timeout)
+            # Out of the translation: what the reader of the body raises is not ours to rename.
+            yield HttpResponse(reply.status, reply.headers, b""), _pieces(reply, request)
 
     async def close(self) -> None:
         for pool in self._pools.values():
@@ -146,13 +147,13 @@ def _open_file_limit() -> int:
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
 
 
-async def _pieces(reply: pyqwest.Response, timeout: float) -> AsyncIterator[bytes]:
+async def _pieces(reply: pyqwest.Response, request: HttpRequest) -> AsyncIterator[bytes]:
     content = reply.content
     while True:
-        try:
-            async with asyncio.timeout(timeout):
-                piece = await anext(content)
-        except StopAsyncIteration:
+        with _translated_errors(request):
+            async with asyncio.timeout(request.timeout):
+                piece = await anext(content, None)
+        if piece is None:
             return
         yield bytes(piece)
 

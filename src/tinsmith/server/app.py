@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -77,7 +78,7 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
     return Services(
         config=config,
         store=store,
-        models=models,
+        models={name: _limited(facts, config.max_context) for name, facts in models.items()},
         workers=workers,
         authority=Authority(config, store),
         waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
@@ -86,6 +87,10 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         storing=storing,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
     )
+
+
+def _limited(facts: ModelFacts, max_context: int | None) -> ModelFacts:
+    return facts if max_context is None else replace(facts, max_context=min(facts.max_context, max_context))
 
 
 # --- beside the requests ---------------------------------------------------------------------------------------------

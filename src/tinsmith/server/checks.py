@@ -19,6 +19,7 @@ from tinsmith.types import (
     AdamParams,
     CreateCustomLossRequest,
     Datum,
+    EncodedTextChunk,
     ForwardBackwardInput,
     LoraConfig,
     ModelInput,
@@ -263,11 +264,11 @@ def _shape(tensor: TensorData) -> tuple[int, ...]:
 def _check_ids(where: str, ids: Array, facts: ModelFacts, lowest: int = 0) -> None:
     wrong = ids[(ids < lowest) | (ids >= facts.vocab_size)]
     if wrong.size:
-        raise refuse(
-            where,
-            f"holds {int(wrong.flat[0])}, but the tokens of {facts.name} are 0 to {facts.vocab_size - 1}",
-            int(wrong.flat[0]),
-        )
+        raise _unknown_token(where, int(wrong.flat[0]), facts)
+
+
+def _unknown_token(where: str, token: int, facts: ModelFacts) -> InvalidInputError:
+    return refuse(where, f"holds {token}, but the tokens of {facts.name} are 0 to {facts.vocab_size - 1}", token)
 
 
 def check_text_input(where: str, value: ModelInput, facts: ModelFacts) -> int:
@@ -275,11 +276,13 @@ def check_text_input(where: str, value: ModelInput, facts: ModelFacts) -> int:
     kinds = {chunk.type for chunk in value.chunks} - {"encoded_text"}
     if kinds:
         raise refuse(where, f"holds {', '.join(sorted(kinds))}, but {facts.name} takes text only")
-    tokens = np.asarray(value.to_ints(), dtype=np.int64)
-    if not tokens.size:
+    texts = [chunk.tokens for chunk in value.chunks if isinstance(chunk, EncodedTextChunk) and len(chunk.tokens)]
+    if not texts:
         raise refuse(where, "is empty: give at least one token")
-    _check_ids(where, tokens, facts)
-    return int(tokens.size)
+    highest = max(map(max, texts))  # none is negative: the type of a chunk sees to that
+    if highest >= facts.vocab_size:
+        raise _unknown_token(where, highest, facts)
+    return sum(map(len, texts))
 
 
 def check_custom_loss(request: CreateCustomLossRequest) -> None:

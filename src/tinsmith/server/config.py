@@ -49,9 +49,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     result_ttl_seconds: int = 24 * 3600
     """How long the result of an operation can be fetched."""
 
-    session_timeout_seconds: int = 3600
-    """A session of which nothing was heard for so long has ended."""
-
     long_poll_seconds: float = 25.0
     """How long a request for a result waits for it. Clients give up after 45 s."""
 

@@ -89,6 +89,7 @@ class _Keeper:
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
         self._woken = False
+        self._stopping = False
         self.became_ready = asyncio.Event()
 
     @property
@@ -115,6 +116,8 @@ class _Keeper:
         while True:
             started = time.monotonic()
             status = await self._run()
+            if self._stopping:
+                return
             lived = time.monotonic() - started
             pause = FIRST_PAUSE_SECONDS if lived >= STABLE_SECONDS else min(pause * 2, MAX_PAUSE_SECONDS)
             log.error(
@@ -163,6 +166,7 @@ class _Keeper:
         """Ends the worker: it finishes its step and puts the rest back into the queue."""
         if self._task is None:
             return
+        self._stopping = True
         process = self._process
         if process is not None:
             with contextlib.suppress(ProcessLookupError):

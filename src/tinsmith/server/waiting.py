@@ -12,6 +12,7 @@ import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from tinsmith.server.store.records import Status
@@ -19,6 +20,9 @@ from tinsmith.server.store.records import Status
 log = logging.getLogger(__name__)
 
 _LOOK_AGAIN_SECONDS = 1.0
+_ANSWER_SECONDS = 10.0
+_MAX_TOGETHER = 5000
+"""Names in one query; databases have a limit."""
 
 T = TypeVar("T")
 Query: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
@@ -64,7 +68,7 @@ class Board(Generic[T]):
         return sum(map(len, self._questions.values()))
 
     async def ask(self, name: str, is_answer: Callable[[T | None], bool]) -> T | None:
-        """The first value under this name that counts as an answer; `None` if the board was cleared before."""
+        """The first value under this name that counts as an answer; `None` counts, if the name is unknown."""
         question = _Question(is_answer, asyncio.get_running_loop().create_future())
         self._questions[name].add(question)
         self._set_due(name)
@@ -83,13 +87,12 @@ class Board(Generic[T]):
     def all_due(self) -> None:
         self._due.update(self._questions)
 
-    def clear(self) -> None:
-        for question in self._open(self._questions):
-            question.settle(None)
-
     async def answer(self) -> None:
         """Ask the store about what is due."""
-        due, self._due = self._due, set()
+        due = set(islice(self._due, _MAX_TOGETHER))
+        self._due -= due
+        if self._due:
+            self._news.set()
         # Taken before the query: a question asked meanwhile wants to know what is true after it was asked.
         asked = {name: list(self._questions.get(name, ())) for name in due}
         if not any(asked.values()):
@@ -104,9 +107,6 @@ class Board(Generic[T]):
         self._due.add(name)
         self._news.set()
 
-    def _open(self, names: Iterable[str]) -> list[_Question[T]]:
-        return [question for name in list(names) for question in self._questions[name]]
-
 
 class Waiting:
     """`statuses` tells where jobs stand, `newest` the highest cursor of sampling sessions."""
@@ -115,6 +115,7 @@ class Waiting:
         self._news = asyncio.Event()
         self._jobs = Board(statuses, self._news)
         self._streams = Board(newest, self._news)
+        self._limits: set[asyncio.Timeout] = set()
         self._is_draining = False
 
     def __len__(self) -> int:
@@ -123,7 +124,8 @@ class Waiting:
 
     async def status(self, request_id: str) -> Status | None:
         """Where a job stands now; `None` if there is no such job."""
-        return await self._jobs.ask(request_id, lambda status: True)
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            return await self._jobs.ask(request_id, lambda status: True)
 
     async def until_done(self, request_id: str, owner: str, seconds: float) -> Status | None:
         """The job once it has an outcome; `None` if that takes longer. What is not this owner's is not waited for."""
@@ -148,29 +150,36 @@ class Waiting:
     def drain(self) -> None:
         """Let every long poll end now, as if its time were over."""
         self._is_draining = True
-        self._jobs.clear()
-        self._streams.clear()
+        for limit in self._limits:
+            limit.reschedule(0)
 
     async def run(self) -> None:
         """Answer until cancelled."""
+        clock = asyncio.get_running_loop()
+        look_again = clock.time()
         while True:
-            try:
-                async with asyncio.timeout(_LOOK_AGAIN_SECONDS):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(look_again):
                     await self._news.wait()
-            except TimeoutError:
+            self._news.clear()
+            if clock.time() >= look_again:
+                look_again = clock.time() + _LOOK_AGAIN_SECONDS
                 self._jobs.all_due()
                 self._streams.all_due()
-            self._news.clear()
             try:
                 await self._jobs.answer()
                 await self._streams.answer()
             except Exception:
-                # The questions stay and are due again with the next tick; whoever cannot wait so long has a timeout.
+                # The questions stay, and are due again when all are looked at; everybody who asks has a time limit.
                 log.exception("could not look up jobs")
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
     async def _within(self, seconds: float, asking: Awaitable[T | None]) -> T | None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0 if self._is_draining else seconds):
-                return await asking
+            async with asyncio.timeout(0 if self._is_draining else seconds) as limit:
+                self._limits.add(limit)
+                try:
+                    return await asking
+                finally:
+                    self._limits.discard(limit)
         return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 from tests.server.api.running import RunningServer
@@ -27,8 +29,6 @@ POST forward; POST unload_model; GET training_runs/{}/checkpoints/{}/{}/archive
 
 
 def test_every_endpoint_of_the_protocol_is_there() -> None:
-    import re
-
     served = {f"{one.method} {re.sub('{[^}]*}', '{}', one.path).removeprefix('/api/v1/')}" for one in ENDPOINTS}
     asked = {line.strip() for line in PROTOCOL.replace("\n", ";").split(";") if line.strip()}
     assert asked <= served
@@ -71,6 +71,12 @@ def test_health_and_readiness(server: RunningServer) -> None:
     finally:
         server.workers.ready = True
     assert (loading.status, loading.json()["detail"]) == (503, "Still loading: tiny/model-1, tiny/model-2.")
+
+
+def test_the_context_can_be_limited(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, max_context=100) as running:
+        shown = running.get("get_server_capabilities").json()["supported_models"][0]
+    assert shown == {"model_name": "tiny/model-1", "max_context_length": 100, "trainable": True, "sampleable": True}
 
 
 def test_metrics_count_requests_and_jobs(server: RunningServer) -> None:

@@ -94,6 +94,20 @@ def test_only_those_who_are_concerned_are_looked_up() -> None:
     run(jobs, script)
 
 
+def test_a_lost_message_is_made_up_for_also_when_others_ask_all_the_time() -> None:
+    jobs = Jobs("s:1", "s:2")
+
+    async def script(waiting: Waiting) -> None:
+        poll = asyncio.create_task(waiting.until_done("s:1", "o", 60))
+        await settled()
+        jobs.done["s:1"] = True  # and nobody says so
+        while not poll.done():
+            await waiting.status("s:2")
+        assert poll.result() is not None
+
+    run(jobs, script)
+
+
 def test_one_who_gives_up_does_not_strand_the_others() -> None:
     jobs = Jobs("s:1")
 
@@ -130,6 +144,21 @@ def test_what_is_not_there_or_anothers_is_not_waited_for() -> None:
         anothers = await waiting.until_done("s:1", "somebody", 60)
         assert anothers is not None
         assert anothers.owner == "o"
+
+    run(jobs, script)
+
+
+def test_draining_ends_the_long_waits_and_answers_the_short_questions() -> None:
+    jobs = Jobs("s:1")
+
+    async def script(waiting: Waiting) -> None:
+        poll = asyncio.create_task(waiting.until_done("s:1", "o", 60))
+        await settled()
+        look = asyncio.create_task(waiting.status("s:1"))
+        waiting.drain()
+        assert await poll is None
+        assert await look is not None
+        assert await waiting.until_done("s:1", "o", 60) is None
 
     run(jobs, script)
 

@@ -1,0 +1,3 @@
+from tinsmith.cli.main import main
+
+main()
