@@ -86,7 +86,7 @@ def test_an_error_in_the_callback_reaches_the_caller(setting: Setting) -> None:
     def on_progress(progress: tinsmith.Progress) -> None:
         raise ValueError("mine")
 
-    with pytest.raises(ValueError, match="^mine$"):
+    with pytest.raises(ValueError, match=r"^mine$"):
         setting.download(on_progress=on_progress)
 
 
@@ -126,7 +126,7 @@ def test_a_server_that_sends_the_whole_file_again_is_understood(setting: Setting
 
 def test_a_server_that_goes_on_at_another_place_is_not_trusted(setting: Setting) -> None:
     headers = {"content-range": f"bytes 20000-{len(CONTENT) - 1}/{len(CONTENT)}"}
-    setting.server.script(MODEL, cut_after(10_000), Reply(206, body=CONTENT[20_000:], headers=headers), cut_after(0))
+    setting.server.script(MODEL, cut_after(10_000), Reply(206, body=CONTENT[20_000:], headers=headers))
     setting.download()
     assert setting.contents() == FILES
 

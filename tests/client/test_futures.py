@@ -205,9 +205,10 @@ def test_an_abandoned_future_ends_in_silence_and_is_freed(fails: bool, caplog: p
             raise ValueError("nobody is there")
         return bytes(1000)
 
+    others = set(background_loop()._tasks)
     reference = weakref.ref(run(work))
     give(None).result(PATIENCE)
-    while background_loop()._tasks:
+    while not background_loop()._tasks <= others:
         give(None).result(PATIENCE)
     gc.collect()
     assert reference() is None

@@ -256,3 +256,20 @@ def test_headers_of_ones_own_are_sent(server: FakeServer) -> None:
     service.get_server_capabilities()
     assert {request.headers["x-mine"] for request in server.requests} == {"1"}
     assert {request.headers["user-agent"] for request in server.requests} == {"me"}
+
+
+def test_a_model_can_be_unloaded_where_the_server_knows_how() -> None:
+    with (
+        FakeServer(dialect="json") as server,
+        tinsmith.ServiceClient(base_url=server.url, api_key="tml-x", display_name="old server") as service,
+    ):
+        client = service.create_lora_training_client("tiny/model-1")
+        assert client.unload_model().result(10).model_id == client.model_id
+        (request,) = server.received("unload_model")
+        assert request.json() == {"model_id": client.model_id, "type": "unload_model"}
+
+
+def test_a_server_that_cannot_unload_says_so(service: tinsmith.ServiceClient) -> None:
+    client = service.create_lora_training_client("tiny/model-1")
+    with pytest.raises(tinsmith.TinkerError):
+        client.unload_model().result(10)

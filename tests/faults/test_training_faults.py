@@ -392,7 +392,7 @@ def test_closing_ends_every_future_and_leaves_no_task_thread_or_socket(
     warm_up.create_lora_training_client(BASE_MODEL, rank=8).optim_step(ADAM).result(PATIENCE)
     warm_up.close("success").result(PATIENCE)
     until(lambda: server.open_connections == 0)
-    sockets, alive = open_sockets(), clients_threads()
+    sockets, alive, tasks = open_sockets(), clients_threads(), set(background_loop()._tasks)
 
     service = ServiceClient(base_url=server.url, api_key=KEY)
     client = service.create_lora_training_client(BASE_MODEL, rank=8)
@@ -407,7 +407,7 @@ def test_closing_ends_every_future_and_leaves_no_task_thread_or_socket(
             future.result(PATIENCE)
     with pytest.raises(ClientClosedError):
         client.optim_step(ADAM)
-    until(lambda: not background_loop()._tasks)
+    until(lambda: background_loop()._tasks <= tasks)
     until(lambda: server.open_connections == 0 and open_sockets() <= sockets)
     assert clients_threads() == alive
     del client, service, futures, future

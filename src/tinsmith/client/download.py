@@ -29,6 +29,7 @@ from tinsmith.errors import (
 from tinsmith.types import ExternalWeightsUrlsResponse
 
 RENEW_BEFORE_EXPIRY_SECONDS = 300.0
+PARTIAL_CONTENT = 206
 RANGE_NOT_SATISFIABLE = 416
 NOTE = ".tinker_path"
 PART = ".part"
@@ -135,8 +136,10 @@ async def _continue(connection: Connection, url: str, part: Path, report: Report
         headers["Range"] = f"bytes={have}-"
     try:
         async with connection.download(url, headers) as (response, pieces):
-            if have and not _continues_at(response, have):
-                have = 0  # the server sends the whole file again
+            if response.status != PARTIAL_CONTENT:
+                have = 0  # the server sends the whole file
+            elif not (response.headers.get("content-range") or "").startswith(f"bytes {have}-"):
+                raise await _start_again(part)
             total = _total(response, have)
             with await asyncio.to_thread(part.open, "ab" if have else "wb") as file:
                 async for piece in pieces:
@@ -147,10 +150,15 @@ async def _continue(connection: Connection, url: str, part: Path, report: Report
             raise
         if error.response.headers.get("content-range") == f"bytes */{have}":
             return  # it was whole already
-        await asyncio.to_thread(part.unlink, missing_ok=True)  # what is there is not a beginning of this file
-        raise APIConnectionError(error.request, f"{part.name} cannot be continued; starting it again.") from error
+        raise await _start_again(part) from error
     if total is not None and have != total:
         raise APIConnectionError(message=f"{part.name} ended after {have} of {total} bytes.")
+
+
+async def _start_again(part: Path) -> APIConnectionError:
+    """What is there is not a beginning of this file."""
+    await asyncio.to_thread(part.unlink, missing_ok=True)
+    return APIConnectionError(message=f"{part.name} cannot be continued; starting it again.")
 
 
 def _write(write: Callable[[bytes], object], piece: bytes, report: Report, have: int, total: int | None) -> None:
@@ -161,11 +169,6 @@ def _write(write: Callable[[bytes], object], piece: bytes, report: Report, have:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _continues_at(response: HttpResponse, start: int) -> bool:
-    content_range = response.headers.get("content-range") or ""
-    return response.status == 206 and content_range.startswith(f"bytes {start}-")
 
 
 def _total(response: HttpResponse, have: int) -> int | None:

@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from tinsmith.client.admin import AdminClient, AuditEventType
 from tinsmith.client.checks import check_choice, check_count, check_id, check_text, parse_checkpoint_path
-from tinsmith.client.connection import Call
-from tinsmith.client.download import ProgressCallback, download_files
+from tinsmith.client.connection import Call, Connection
+from tinsmith.client.download import GetUrls, ProgressCallback, download_files
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.paging import Page, Pages, next_offset
 from tinsmith.client.rest_calls import RestCalls, sdk_headers
@@ -156,26 +156,9 @@ class RestClient(RestCalls):
 
         `on_progress` is called with a `Progress` after every piece, on a thread of the SDK.
         """
-        return self.fetch_export(tinker_path, Path(folder), on_progress)
-
-    def fetch_export(
-        self, tinker_path: str, folder: Path, on_progress: ProgressCallback | None, label: str | None = None
-    ) -> APIFuture[list[Path]]:
-        """The same for a passing export of the checkpoint `label`; its bytes need not equal those of an earlier one."""
-        path = f"{_checkpoint_path(tinker_path, only='external')}/external_weights_urls"
-
-        async def get_urls() -> ExternalWeightsUrlsResponse:
-            return await self._fetch(ExternalWeightsUrlsResponse, path, "get_external_weights_urls")
-
+        get_urls = link_signer(self._connection, tinker_path)
         return self._connection.run(
-            lambda: download_files(
-                self._connection,
-                get_urls,
-                Path(folder),
-                label=label or tinker_path,
-                on_progress=on_progress,
-                keep_parts=label is None,
-            )
+            lambda: download_files(self._connection, get_urls, Path(folder), label=tinker_path, on_progress=on_progress)
         )
 
     async def download_external_weights_async(
@@ -423,6 +406,13 @@ class RestClient(RestCalls):
     def _admin(self, method: str) -> AdminClient:
         warnings.warn(f"RestClient.{method} has moved to AdminClient.", FutureWarning, stacklevel=3)
         return AdminClient(self._connection)
+
+
+def link_signer(connection: Connection, tinker_path: str) -> GetUrls:
+    """What signs links to the files of an export, again and again if need be."""
+    path = f"{_checkpoint_path(tinker_path, only='external')}/external_weights_urls"
+    call = Call("GET", path, traffic=Traffic.REST, headers=sdk_headers("get_external_weights_urls"))
+    return lambda: connection.call_for(ExternalWeightsUrlsResponse, call)
 
 
 class _TraceExport(Response):

@@ -20,11 +20,11 @@ from tinsmith.client.config import Config, check_config
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.console import session_url, sessions_url
 from tinsmith.client.credentials import check_key
-from tinsmith.client.download import ProgressCallback
+from tinsmith.client.download import ProgressCallback, download_files
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.hooks import MODEL_CREATION
 from tinsmith.client.polling import retrieve
-from tinsmith.client.rest import RestClient
+from tinsmith.client.rest import RestClient, link_signer
 from tinsmith.client.retry import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import FinishStatus, Session
@@ -453,7 +453,15 @@ class ServiceClient:
         client = await self.create_training_client_from_state_async(path)
         exported = (await client.save_weights_external("download", ttl_seconds=EXPORT_SECONDS)).path
         try:
-            return await self.rest.fetch_export(exported, folder, on_progress, label=path)
+            # Every call makes an export of its own, and nobody promises that their bytes are equal.
+            return await download_files(
+                self._connection,
+                link_signer(self._connection, exported),
+                folder,
+                label=path,
+                on_progress=on_progress,
+                keep_parts=False,
+            )
         finally:
             await self._delete_export(exported)
 

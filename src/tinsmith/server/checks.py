@@ -37,6 +37,8 @@ MAX_SAMPLES = 1024
 MAX_TOPK = 1000
 MAX_STOPS = 64
 MAX_DATA = 100_000
+MAX_CELLS = 2**26
+"""Of all tensors of a request together, made dense: sparse ones of a few bytes could fill the memory."""
 MAX_LOSS_INPUTS = 16
 MAX_LOSS_NODES = 10_000
 MAX_METADATA_BYTES = 64 * 1024
@@ -161,6 +163,9 @@ def check_training(examples: ForwardBackwardInput, facts: ModelFacts, custom: Se
         raise refuse("data", "is empty: give at least one datum")
     if len(examples.data) > MAX_DATA:
         raise refuse("data", f"holds {len(examples.data):,} examples; send at most {MAX_DATA:,} in one request")
+    cells = sum(math.prod(_shape(tensor)) for datum in examples.data for tensor in datum.loss_fn_inputs.values())
+    if cells > MAX_CELLS:
+        raise refuse("data", f"has tensors of {cells:,} values; send at most {MAX_CELLS:,} in one request")
     loss = None if custom is not None else _known_loss(examples)
     tokens = 0
     for index, datum in enumerate(examples.data):
@@ -227,7 +232,6 @@ def _check_targets(targets: TensorData | None, length: int, loss_fn: str, facts:
 
 
 def _check_width(where: str, tensor: TensorData) -> None:
-    """A sparse tensor of a few bytes could claim to be as wide as memory."""
     shape = _shape(tensor)
     if len(shape) == 2 and shape[1] > MAX_TOPK:
         raise refuse(where, f"has {shape[1]} values per position; at most {MAX_TOPK} are possible", shape[1])

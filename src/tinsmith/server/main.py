@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
-from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
@@ -19,7 +18,6 @@ from tinsmith.server.supervise import WorkerProcesses
 
 def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM or SIGINT. `on_ready` gets the address once every model is loaded."""
-    _check_exposure(config)
     models = {source.name: describe(source) for source in config.models}
     config.state.mkdir(parents=True, exist_ok=True)
     CheckpointFolders(config.checkpoints).tidy()
@@ -47,14 +45,6 @@ async def _run(
         on_ready(f"http://{host}:{listener.getsockname()[1]}")
     loading.cancel()
     await serving
-
-
-def _check_exposure(config: ServerConfig) -> None:
-    if not config.is_loopback and not config.api_keys:
-        raise ConfigError(
-            f"The server would listen on {config.host}, where others can reach it, and take any key. Give it a key with "
-            "--api-key tml-..., or let it listen on 127.0.0.1."
-        )
 
 
 def _nothing_more_to_do(number: int, frame: FrameType | None) -> None:

@@ -253,6 +253,12 @@ def decode_forward_backward_request(body: bytes) -> TrainingRequest:
     return TrainingRequest(examples, message.model_id, message.seq_id, message.forward_only)
 
 
+def decode_forward_backward_ids(body: bytes) -> tuple[str, int]:
+    """The model's id and the operation's number, of a request that may be wrong in everything else."""
+    message = _parsed(pb.ForwardBackwardRequest(), body)
+    return message.model_id, message.seq_id
+
+
 def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for name, value in message.loss_fn_config_v2.items():

@@ -136,7 +136,8 @@ def test_reference_counts_equal_the_users_after_any_history(steps: list[tuple[st
 
 @given(st.lists(st.integers(0, 63), min_size=1, max_size=12, unique=True), st.data())
 def test_the_runs_of_a_table_are_its_slots(order: list[int], data: st.DataObject) -> None:
-    table = BlockTable(np.array(order), SIZE)
+    num_shared = data.draw(st.integers(0, len(order)))
+    table = BlockTable(np.array(order[:num_shared], int), np.array(order[num_shared:], int), SIZE)
     num_tokens = data.draw(st.integers(0, len(order) * SIZE))
     runs = table.runs(num_tokens)
     assert [slot for start, length, _ in runs for slot in range(start, start + length)] == table.slots[
@@ -177,3 +178,8 @@ def test_what_is_not_a_number_never_enters_the_pool(pool: KvPool) -> None:
     pool.write(0, torch.tensor([0, 1]), broken, broken)
     assert pool.storage.isfinite().all()
     assert pool.storage.max() == 1
+
+
+def test_shared_blocks_are_a_run_of_their_own_even_beside_the_others() -> None:
+    table = BlockTable(np.array([0, 1]), np.array([2, 3]), SIZE)
+    assert table.runs(13) == [(0, 8, 8), (8, 5, 8)]

@@ -43,7 +43,12 @@ def tables(draw: st.DrawFn) -> list[tuple[BlockTable, int]]:
         own = [free.pop(0) for _ in range(draw(st.integers(1, 6)))]
         blocks = [*shared, *own] if draw(st.booleans()) else own
         least = (len(blocks) - len(own)) * SIZE + 1
-        found.append((BlockTable(np.array(blocks), SIZE), draw(st.integers(least, len(blocks) * SIZE))))
+        found.append(
+            (
+                BlockTable(np.array(blocks[: -len(own)], int), np.array(own), SIZE),
+                draw(st.integers(least, len(blocks) * SIZE)),
+            )
+        )
     return found
 
 
@@ -94,7 +99,9 @@ def test_samples_of_one_prompt_read_it_in_one_call() -> None:
 def test_a_piece_of_a_prompt_sees_its_past_and_itself(pasts: list[int]) -> None:
     pool = filled_pool(0)
     free = iter(np.random.default_rng(0).permutation(NUM_BLOCKS))
-    pieces = [(BlockTable(np.array([next(free) for _ in range(5)]), SIZE), past, 6) for past in pasts]
+    pieces = [
+        (BlockTable(np.array([], int), np.array([next(free) for _ in range(5)]), SIZE), past, 6) for past in pasts
+    ]
     slots = np.concatenate([table.slots[past : past + length] for table, past, length in pieces])
     q, k, v = torch.randn(len(slots), 4, 8), torch.randn(len(slots), 2, 8), torch.randn(len(slots), 2, 8)
     runs = [(length, table.runs(past)) for table, past, length in pieces]

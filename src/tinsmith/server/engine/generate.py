@@ -306,11 +306,13 @@ class Generator:
             return False
         self.blocks.share(found)
         new = self.blocks.allocate(num_new)
-        request.table = BlockTable(np.concatenate([referred, new]), self.blocks.block_size)
+        request.table = BlockTable(referred, new, self.blocks.block_size)
         request.tail = self.blocks.allocate(num_tail) if num_tail else None
         request.num_prefilled = request.num_cache_hits = len(found) * self.blocks.block_size
         if len(referred) < len(found):
-            self._copy_tokens(BlockTable(found, self.blocks.block_size), 0, request.table, 0, request.num_prefilled)
+            self._copy_tokens(
+                BlockTable(found, found[:0], self.blocks.block_size), 0, request.table, 0, request.num_prefilled
+            )
             self.blocks.release(found)
         return True
 
@@ -344,7 +346,7 @@ class Generator:
             return False
         shared = request.table.blocks[: self._num_shared_blocks(request)]
         self.blocks.share(shared)
-        sequence.table = BlockTable(np.concatenate([shared, tail]), size)
+        sequence.table = BlockTable(shared, tail, size)
         start = len(shared) * size
         self._copy_tokens(request.table, start, sequence.table, start, len(request.prompt) - start)
         return True

@@ -129,18 +129,17 @@ def prefix_keys(owner: bytes, tokens: npt.NDArray[np.int32], block_size: int) ->
 
 
 class BlockTable:
-    """Where the tokens of one sequence lie."""
+    """Where the tokens of one sequence lie: first in blocks that others may read too, then in its own."""
 
-    def __init__(self, blocks: Ints, block_size: int) -> None:
-        self.blocks = blocks
+    def __init__(self, shared: Ints, own: Ints, block_size: int) -> None:
+        self.blocks = blocks = np.concatenate([shared, own])
         self.slots: Ints = (blocks[:, None] * block_size + np.arange(block_size)).reshape(-1)
         """The place of each token of the sequence within the pool."""
-        breaks = np.flatnonzero(np.diff(blocks) != 1) + 1
-        bounds = [0, *breaks.tolist(), len(blocks)]
+        # What is shared is a run for itself even if its own blocks lie next to it: then all its readers have that run.
+        breaks = {0, len(shared), len(blocks), *(np.flatnonzero(np.diff(blocks) != 1) + 1).tolist()}
         self._stretches = [
             (start * block_size, int(blocks[start]) * block_size, row_pitch(end - start) * block_size)
-            for start, end in itertools.pairwise(bounds)
-            if start < end
+            for start, end in itertools.pairwise(sorted(breaks))
         ]
 
     def runs(self, num_tokens: int) -> list[Run]:

@@ -40,9 +40,9 @@ _PIECE_BYTES = 1024
 """Inflated at a time: even if every block in it were as small and its content as large as can be, that is 32 MiB."""
 
 
-def status_error(status: int, detail: str, headers: Mapping[str, str] | None = None) -> APIStatusError:
+def status_error(status: int, detail: str) -> APIStatusError:
     """The error that becomes an answer with this status."""
-    return status_error_class(status)(detail, ResponseSummary(status, headers or {}))
+    return status_error_class(status)(detail, ResponseSummary(status, {}))
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ def reply(value: Model, status: int = 200) -> Response:
     return Response(json.encode(value), status, media_type=JSON)
 
 
-def reply_plain(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(json.encode(value), status, headers, media_type=JSON)
+def reply_plain(value: object, status: int = 200) -> Response:
+    return Response(json.encode(value), status, media_type=JSON)
 
 
 def nothing() -> Response:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 from starlette.responses import Response
 
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
@@ -17,10 +15,6 @@ from tinsmith.types import (
     SupportedModel,
     TelemetryResponse,
 )
-
-log = logging.getLogger(__name__)
-
-MAX_TELEMETRY_BYTES = 2**20
 
 
 async def client_config(call: Call) -> Response:
@@ -80,7 +74,8 @@ async def capabilities(call: Call) -> Response:
 
 async def telemetry(call: Call) -> Response:
     """Reports of clients about themselves. They may hold credentials and prompts, so nothing of them is kept."""
-    await call.body(MAX_TELEMETRY_BYTES, MAX_TELEMETRY_BYTES)
+    async for _ in call.request.stream():
+        pass
     return reply(TelemetryResponse(status="accepted"))
 
 

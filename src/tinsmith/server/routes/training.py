@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import msgspec
-from google.protobuf.message import DecodeError
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
@@ -35,7 +34,6 @@ from tinsmith.types import (
     UntypedAPIFuture,
 )
 from tinsmith.wire import json, proto
-from tinsmith.wire import tinker_pb2 as pb
 
 # --- forward and backward --------------------------------------------------------------------------------------------
 
@@ -106,14 +104,13 @@ def _from_protobuf(body: bytes) -> Arrived:
 
 def _unreadable(body: bytes, error: InvalidInputError) -> Arrived:
     """A request that cannot be carried out may still say which operation it was meant to be."""
-    message = pb.ForwardBackwardRequest()
     try:
-        message.ParseFromString(body)
-    except DecodeError:
+        model_id, seq_id = proto.decode_forward_backward_ids(body)
+    except InvalidInputError:
         raise status_error(400, error.message) from None
-    if not message.model_id or message.seq_id < 1:
+    if not model_id or seq_id < 1:
         raise status_error(422, error.message)
-    return Arrived(message.model_id, message.seq_id, error, b"")
+    return Arrived(model_id, seq_id, error, b"")
 
 
 def _from_json(body: bytes) -> Arrived:
