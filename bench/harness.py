@@ -68,12 +68,10 @@ def best(results: Sequence[Numbers]) -> Numbers:
     return {name: min(result[name] for result in results) for name in results[0]}
 
 
-def in_turns(
-    runs: int, one_run: Callable[[Peer], Numbers], summary: Callable[[Sequence[Numbers]], Numbers] = median
-) -> tuple[Numbers, Numbers]:
-    """The official package and ours, from alternating runs: a busy machine is busy for both."""
+def in_turns(runs: int, one_run: Callable[[Peer], Numbers]) -> tuple[Numbers, Numbers]:
+    """Medians of the official package and of ours, from alternating runs: a busy machine is busy for both."""
     results = [(one_run(OFFICIAL), one_run(OURS)) for _ in range(runs)]
-    return summary([official for official, _ in results]), summary([ours for _, ours in results])
+    return median([official for official, _ in results]), median([ours for _, ours in results])
 
 
 def clean_environment() -> dict[str, str]:

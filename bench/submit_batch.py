@@ -60,7 +60,7 @@ def _stages(batch: Numbers, arrivals: list[float]) -> Numbers:
 
 
 def conduct() -> None:
-    official, ours = harness.in_turns(RUNS, one_run, harness.best)
+    official, ours = harness.in_turns(RUNS, one_run)
     build, submit, both, result, cpu = (harness.both(official, ours, name) for name in ours)
     print(f"A batch of {DATA} x {TOKENS:,} tokens")
     harness.print_table(

@@ -1,4 +1,4 @@
-"""Runs scripts with one package in a process of its own: `python -m tests.compat.runner tinker`.
+"""Runs scripts with one package in a process of its own: `python -m tests.compat.runner tinker tests.compat.scripts`.
 
 Importing the official package costs seconds, so one process serves all scripts. The parent writes one JSON line
 per script, `{"script": name, "url": url}`, and reads one line with the result or the error.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[2]
-_TIMEOUT = 30.0
 
 
 class ScriptFailed(Exception):
@@ -28,8 +27,17 @@ class ScriptFailed(Exception):
 class Runner:
     """The parent's end of such a process."""
 
-    def __init__(self, package: str) -> None:
+    def __init__(
+        self,
+        package: str,
+        scripts: str = "tests.compat.scripts",
+        *,
+        python: Path | str = sys.executable,
+        timeout: float = 30.0,
+    ) -> None:
         self.package = package
+        self._command = [str(python), "-m", "tests.compat.runner", package, scripts]
+        self._timeout = timeout
         self._home = tempfile.TemporaryDirectory()
         self._process = self._started()
 
@@ -38,7 +46,7 @@ class Runner:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TINKER")}
         environment |= {"HOME": self._home.name, "TINKER_TELEMETRY": "0", "PYTHONWARNINGS": "ignore"}
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.compat.runner", self.package],
+            self._command,
             cwd=_ROOT,
             env=environment,
             stdin=subprocess.PIPE,
@@ -52,14 +60,14 @@ class Runner:
         self._process.stdin.write(json.dumps({"script": script, "url": url}) + "\n")
         self._process.stdin.flush()
         # A script that hangs must fail the test, not the whole run.
-        timer = threading.Timer(_TIMEOUT, self._process.kill)
+        timer = threading.Timer(self._timeout, self._process.kill)
         timer.start()
         line = self._process.stdout.readline()
         timer.cancel()
         if not line:
             self._end()
             self._process = self._started()
-            raise ScriptFailed(f"{script} with {self.package} killed its process, or took over {_TIMEOUT:.0f} s")
+            raise ScriptFailed(f"{script} with {self.package} killed its process, or took over {self._timeout:.0f} s")
         answer = json.loads(line)
         if "error" in answer:
             raise ScriptFailed(f"{script} with {self.package}:\n{answer['error']}")
@@ -74,15 +82,15 @@ class Runner:
             self._process.kill()
 
 
-def serve(package: str) -> None:
-    from tests.compat.scripts import SCRIPTS
-
+def serve(package: str, scripts: str) -> None:
+    """The child's end. `scripts` is the module that knows them all."""
+    known = importlib.import_module(scripts).SCRIPTS
     answers, sys.stdout = sys.stdout, sys.stderr
     module = importlib.import_module(package)
     for line in sys.stdin:
         job = json.loads(line)
         try:
-            answer = {"result": SCRIPTS[job["script"]](module, job["url"])}
+            answer = {"result": known[job["script"]](module, job["url"])}
         except Exception:  # noqa: BLE001 - the parent reports it
             answer = {"error": traceback.format_exc()}
         answers.write(json.dumps(answer) + "\n")
@@ -90,4 +98,4 @@ def serve(package: str) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(*sys.argv[1:])

@@ -20,6 +20,8 @@ from tinsmith.errors import ConfigError, InvalidTypeError
 logger = logging.getLogger(__name__)
 
 DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
+LOCAL = "local"
+"""As a base URL: the server of this machine, started if need be."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 NO_KEY = (
@@ -52,7 +54,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     progress_timeout: float = 7200.0
     """Seconds that an accepted operation may show no sign of life before `NoProgressError`."""
     proxy: str | None = None
-    """Proxy URL; None leaves HTTP_PROXY and its relatives in force."""
+    """Proxy URL; None leaves HTTP_PROXY and its relatives in force, `""` means no proxy whatever they say."""
 
     max_pending: int = 16_384
     """Unfinished samples per account. `when_full` says what `sample()` does beyond that."""
@@ -81,6 +83,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     ) -> Config:
         """Arguments win over the environment, which wins over the credentials file and the defaults.
 
+        The base URL "local" becomes the address of this machine's own server, which is started if it does not run.
         `TINKER_LOG=debug` or `info` also shows this package's log on stderr.
         """
         unknown = settings.keys() - set(cls.__struct_fields__)
@@ -89,11 +92,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"There is no setting {', '.join(sorted(unknown))}. The settings are: {legal}.")
         env = os.environ if env is None else env
         _obey_log_settings(env)
-        command = env.get("TINKER_CREDENTIAL_CMD") or None
-        from_environment = {
-            "base_url": base_url or env.get("TINKER_BASE_URL") or DEFAULT_BASE_URL,
-            "api_key": _find_key(api_key, env, command, credentials_file),
-            "credential_command": command,
+        address = base_url or env.get("TINKER_BASE_URL") or DEFAULT_BASE_URL
+        if address == LOCAL:
+            access = _local_access(api_key, env)
+        else:
+            access = _remote_access(address, api_key, env, credentials_file)
+        from_environment = access | {
             "project_id": project_id or env.get("TINKER_PROJECT_ID") or None,
             "tags": tuple(tag.strip() for tag in env.get("TINKER_TAGS", "").split(",") if tag.strip()),
             "default_headers": {**_access_headers(env), **(default_headers or {})},
@@ -183,6 +187,23 @@ def _check_positive(name: str, value: object) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigError(f"{name} is {value!r}; it must be a number greater than 0.")
+
+
+def _remote_access(
+    base_url: str, api_key: str | None, env: Mapping[str, str], credentials_file: Path | None
+) -> dict[str, Any]:
+    command = env.get("TINKER_CREDENTIAL_CMD") or None
+    key = _find_key(api_key, env, command, credentials_file)
+    return {"base_url": base_url, "api_key": key, "credential_command": command}
+
+
+def _local_access(api_key: str | None, env: Mapping[str, str]) -> dict[str, Any]:
+    """The credentials in the environment are for another server, and a proxy cannot find this one."""
+    from tinsmith.client.local import DEFAULT_STATE, LOCAL_KEY, local_server
+
+    state = Path(env.get("TINSMITH_STATE") or DEFAULT_STATE)
+    url = local_server(state, env.get("TINSMITH_LOCAL_MODEL", ""))
+    return {"base_url": url, "api_key": api_key or LOCAL_KEY, "proxy": ""}
 
 
 def _find_key(

@@ -2,11 +2,15 @@
 
 One daemon thread and one asyncio loop per process, started on first use. Threads do not survive a fork, and
 neither does the HTTP library underneath, so use in a forked child fails at once with the remedy.
+
+The loop is stopped when the interpreter exits. A thread that still runs while the interpreter is taken down is killed
+in the middle of what it does, and the native code of the HTTP library answers that with an abort of the whole process.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import logging
 import os
@@ -15,9 +19,12 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from tinsmith.errors import ForkedProcessError
+from tinsmith.errors import ClientClosedError, ForkedProcessError
 
 logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 1.0
+"""How long the interpreter waits for the loop when it exits."""
 
 
 class BackgroundLoop:
@@ -26,6 +33,7 @@ class BackgroundLoop:
         self._inbox: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
         self._wake_up_due = False
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.is_stopped = False
         self._thread = threading.Thread(target=self._run, name="tinsmith", daemon=True)
         self._thread.start()
 
@@ -44,6 +52,8 @@ class BackgroundLoop:
         Waking the loop costs a system call, so callbacks that arrive together share one wake-up. Each runs in the
         context of its caller, so tracing set up there is seen by hooks here.
         """
+        if self.is_stopped:
+            raise ClientClosedError("The interpreter is exiting, so nothing can be sent any more.")
         self._inbox.append((contextvars.copy_context(), callback, args))
         if not self._wake_up_due:
             self._wake_up_due = True
@@ -74,6 +84,20 @@ class BackgroundLoop:
     def is_current_thread(self) -> bool:
         return threading.current_thread() is self._thread
 
+    def stop(self, timeout: float) -> None:
+        """Cancels what runs and ends the thread. Nothing can be posted any more."""
+        self.is_stopped = True
+        self.asyncio_loop.call_soon_threadsafe(lambda: self.asyncio_loop.create_task(self._wind_up(timeout)))
+        self._thread.join(2 * timeout)
+
+    async def _wind_up(self, timeout: float) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=timeout)
+        self.asyncio_loop.stop()
+
 
 _lock = threading.Lock()
 _current: BackgroundLoop | None = None
@@ -102,6 +126,14 @@ def check_not_forked() -> None:
 
 def is_loop_thread() -> bool:
     return _current is not None and _current.is_current_thread()
+
+
+def _stop_at_exit() -> None:
+    if _current is not None and not _forked:
+        _current.stop(EXIT_SECONDS)
+
+
+atexit.register(_stop_at_exit)
 
 
 def _after_fork_in_child() -> None:

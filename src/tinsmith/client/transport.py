@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 IDLE_SECONDS = 60.0
 MIN_IN_FLIGHT = 4
+EVERY_HOST = "*,0.0.0.0/0,::/0"
 
 
 class Traffic(enum.Enum):
@@ -115,7 +116,7 @@ def _open_pool(config: Config, traffic: Traffic) -> _Pool:
     limit = _max_in_flight(config, traffic)
     transport = pyqwest.HTTPTransport(
         tls_include_system_certs=True,
-        proxy=config.proxy,
+        proxy=_no_proxy() if config.proxy == "" else config.proxy,
         connect_timeout=config.connect_timeout,
         pool_idle_timeout=IDLE_SECONDS,
         pool_max_idle_per_host=limit,
@@ -124,6 +125,13 @@ def _open_pool(config: Config, traffic: Traffic) -> _Pool:
         enable_otel=False,
     )
     return _Pool(transport, pyqwest.Client(transport), asyncio.Semaphore(limit))
+
+
+def _no_proxy() -> pyqwest.Proxy:
+    """One that is used for no host, which keeps the library from looking for others in the environment."""
+    import pyqwest
+
+    return pyqwest.Proxy("http://127.0.0.1:9", no_proxy=EVERY_HOST)
 
 
 def _max_in_flight(config: Config, traffic: Traffic) -> int:

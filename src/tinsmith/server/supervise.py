@@ -115,7 +115,10 @@ class _Keeper:
         pause = FIRST_PAUSE_SECONDS
         while True:
             started = time.monotonic()
-            status = await self._run()
+            try:
+                status: int | OSError = await self._run()
+            except OSError as error:  # no memory or no process left to start it with
+                status = error
             if self._stopping:
                 return
             lived = time.monotonic() - started
@@ -163,18 +166,26 @@ class _Keeper:
             self._hear(message)
 
     async def stop(self) -> None:
-        """Ends the worker: it finishes its step and puts the rest back into the queue."""
+        """Ends the worker: when its input ends it finishes its step; one that is still loading has none to finish."""
         if self._task is None:
             return
         self._stopping = True
         process = self._process
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), STOP_SECONDS)
-            except TimeoutError:
-                process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+            if not self.is_ready or not await _ends_within(process, STOP_SECONDS):
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+
+
+async def _ends_within(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from itertools import islice
 
 import numpy as np
 
@@ -106,22 +106,27 @@ class Trainer:
 
     def _forward_backward(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
-        rows: list[TrainRow] = []
+        rows: dict[str, list[TrainRow]] = {}
         for job in jobs:
             try:
-                rows.extend(self._rows(job))
+                rows[job.request_id] = self._rows(job)
             except InvalidInputError as error:
                 outcomes[job.request_id] = Failed(error=error.message, category="user")
             except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
                 outcomes[job.request_id] = server_failure(job, error)
+        return outcomes | self._through_engine([job for job in jobs if job.request_id in rows], rows)
+
+    def _through_engine(self, jobs: Sequence[Job], rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, Outcome]:
+        """All at once; if the engine fails on them, one by one, to see whose fault it is."""
+        if not jobs:
+            return {}
         try:
-            outputs = self._engine.forward_backward(rows)
-        except Exception as error:  # noqa: BLE001 - none of them left a gradient
-            return outcomes | {job.request_id: server_failure(job, error) for job in jobs}
-        by_job: dict[Any, list[RowOutput]] = {}
-        for row, output in zip(rows, outputs, strict=True):
-            by_job.setdefault(row.job, []).append(output)
-        return outcomes | {request_id: _data_outcome(results) for request_id, results in by_job.items()}
+            outputs = iter(self._engine.forward_backward([row for job in jobs for row in rows[job.request_id]]))
+        except Exception as error:  # noqa: BLE001 - the engine has left every gradient as it was
+            if len(jobs) == 1:
+                return {jobs[0].request_id: server_failure(jobs[0], error)}
+            return {key: outcome for job in jobs for key, outcome in self._through_engine([job], rows).items()}
+        return {job.request_id: _data_outcome(list(islice(outputs, len(rows[job.request_id])))) for job in jobs}
 
     def _rows(self, job: Job) -> list[TrainRow]:
         request = proto.decode_forward_backward_request(job.payload)

@@ -6,6 +6,8 @@ to standard output, a line of JSON each: `{"ready": true}` and `{"done": [reques
 both sides look at the store every second.
 
 Training and sampling share the engine by time: whoever has had less of it lately is next, a batch or a step at a time.
+
+A worker may die at any moment: what it had claimed and not completed is put back into the queue by its successor.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import signal
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from uuid import uuid4
 
@@ -41,8 +43,9 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_SECONDS = 1.0
 MAX_CLAIMED_TRAINING = 64
 MAX_CLAIMED_SAMPLES = 256
-FORGET = 0.5
-"""What was served longer ago counts less: halved whenever there is nothing left to do."""
+REMEMBERED = 0.9
+"""What was served counts less with every later turn: a long night alone must not cost the whole next day."""
+NEGLIGIBLE = 1e-6
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,9 +72,9 @@ class Worker:
         self._decode = tokenizer_decode(Path(settings.folder))
         self._training: dict[str, Job] = {}
         self._sampling: dict[str, Job] = {}
-        self._by_owner: dict[str, float] = defaultdict(float)
-        self._by_model: dict[str, float] = defaultdict(float)
-        self._spent = {"training": 0.0, "sampling": 0.0}
+        self._by_owner: dict[str, float] = {}
+        self._by_model: dict[str, float] = {}
+        self._spent: dict[str, float] = {}
         self._wake_up = threading.Event()
         self._stopping = False
 
@@ -79,12 +82,13 @@ class Worker:
         self._wake_up.set()
 
     def stop(self) -> None:
-        """Ends the loop after the step in progress; what was claimed goes back into the queue."""
+        """Ends the loop after the step in progress; the next worker takes over what was claimed."""
         self._stopping = True
         self._wake_up.set()
 
     def run(self) -> None:
-        self._store.jobs.requeue(self._base_model)  # what a worker before us had claimed
+        # Done at the start alone: a worker that ends late would put back what its successor is working on.
+        self._store.jobs.requeue(self._base_model)
         looked_at = 0.0
         while not self._stopping:
             if self._wake_up.is_set() or time.monotonic() - looked_at >= LOOK_AGAIN_SECONDS:
@@ -93,7 +97,6 @@ class Worker:
                 self._look()
             if not self._step():
                 self._wake_up.wait(LOOK_AGAIN_SECONDS)
-        self._store.jobs.requeue(self._base_model)
 
     def _look(self) -> None:
         """Takes new jobs from the store, and drops the samples nobody wants any more."""
@@ -112,16 +115,15 @@ class Worker:
         """One training batch or one sampling step, whichever had less time; False if there is nothing to do."""
         train, sample = bool(self._training), self._engine.generator.has_work()
         if not train and not sample:
-            self._relax()
             return False
         started = time.perf_counter()
-        if train and (not sample or self._spent["training"] <= self._spent["sampling"]):
+        if train and (not sample or self._spent.get("training", 0.0) <= self._spent.get("sampling", 0.0)):
             kind = "training"
             self._train()
         else:
             kind = "sampling"
             self._sample()
-        self._spent[kind] += time.perf_counter() - started
+        note_served(self._spent, [(kind, time.perf_counter() - started)])
         return True
 
     # Training
@@ -135,9 +137,8 @@ class Worker:
         ]
         batch = schedule(waiting, Served(self._by_owner, self._by_model), self._engine.train_token_budget)
         jobs = [self._training.pop(job.request_id) for job in batch]
-        for job in jobs:
-            self._by_owner[job.owner] += job.size
-            self._by_model[job.model_id or ""] += job.size
+        note_served(self._by_owner, [(job.owner, job.size) for job in jobs])
+        note_served(self._by_model, [(job.model_id or "", job.size) for job in jobs])
         self._complete(self._trainer.run(jobs))
         self._wake_up.set()  # the next jobs of these models may be claimed now
 
@@ -222,11 +223,15 @@ class Worker:
     def _complete(self, outcomes: dict[str, Outcome]) -> None:
         tell({"done": self._store.jobs.complete(self._name, outcomes)})
 
-    def _relax(self) -> None:
-        """With nothing to do, what happened long ago should not decide who is next."""
-        for served in (self._by_owner, self._by_model, self._spent):
-            for name in served:
-                served[name] *= FORGET
+
+def note_served(served: dict[str, float], amounts: Iterable[tuple[str, float]]) -> None:
+    """Adds to what each name was served lately, after forgetting a little of what it was served before."""
+    for name, amount in list(served.items()):
+        served[name] = amount * REMEMBERED
+        if served[name] < NEGLIGIBLE:
+            del served[name]
+    for name, amount in amounts:
+        served[name] = served.get(name, 0.0) + amount
 
 
 def tokenizer_decode(folder: Path) -> Decode | None:
@@ -259,6 +264,8 @@ def _listen(worker: Worker) -> None:
 
 def main() -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # both may reach the whole group, and the parent decides
     settings = msgspec.json.decode(_first_line(), type=WorkerSettings)
     engine = Engine.open(
         settings.folder,
@@ -268,8 +275,6 @@ def main() -> None:
         kv_tokens=settings.kv_tokens,
     )
     worker = Worker(settings, Store(settings.database), engine)
-    signal.signal(signal.SIGTERM, lambda *_: worker.stop())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     threading.Thread(target=_listen, args=(worker,), daemon=True).start()
     tell({"ready": True})
     worker.run()

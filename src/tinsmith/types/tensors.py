@@ -75,7 +75,12 @@ class TensorData:
 
     def _set(self, values: Array, shape: list[int] | None, csr: Csr | None) -> None:
         values.flags.writeable = False
-        for name, value in (("_values", values), ("_csr", csr), ("shape", shape), ("dtype", "float32" if values.dtype.kind == "f" else "int64")):
+        for name, value in (
+            ("_values", values),
+            ("_csr", csr),
+            ("shape", shape),
+            ("dtype", "float32" if values.dtype.kind == "f" else "int64"),
+        ):
             object.__setattr__(self, name, value)
 
     @classmethod

@@ -389,7 +389,8 @@ class Generator:
 
     def _next_pieces(self) -> list[tuple[_Request, int, int]]:
         """The next stretches of the oldest prompts, as much as one chunk takes; those of one adapter together."""
-        pieces, room = [], self.prefill_tokens
+        # Larger chunks are a sixth faster; with nobody to keep waiting they cost nothing.
+        pieces, room = [], self.prefill_tokens if self._batch.rows else 2 * self.prefill_tokens
         for request in self._prefilling:
             end = min(request.num_prefilled + room, len(request.prompt))
             pieces.append((request, request.num_prefilled, end))

@@ -14,8 +14,8 @@ from starlette.responses import Response
 from tinsmith.errors import APIStatusError, InvalidInputError, ResponseSummary, status_error_class
 from tinsmith.server.auth import Authority, Caller
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.checks import ModelFacts
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.models import ModelFacts
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
 from tinsmith.server.waiting import Waiting, Workers

@@ -49,7 +49,8 @@ async def find_checkpoint(call: Call, key: CheckpointKey, access_token: str | No
     found = await call.stored(call.store.checkpoints.get, key, call.owner)
     if found is None and access_token:
         other = await call.stored(call.services.authority.identify, access_token)
-        found = other and await call.stored(call.store.checkpoints.get, key, other.owner)
+        if other is not None:
+            return await call.stored(call.store.checkpoints.get, key, other.owner)
     return found
 
 

@@ -9,7 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checks import ModelFacts, check_base_model, refuse
+from tinsmith.server.checks import check_base_model, refuse
+from tinsmith.server.models import ModelFacts
 from tinsmith.server.routes._call import Call, parse_json, reply, status_error
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model, NewJob, NewModel, Submission

@@ -93,9 +93,9 @@ def _info(call: Call, model: Model) -> GetInfoResponse:
         type="get_info",
         model_id=model.model_id,
         model_data=ModelData(
-            arch=facts and facts.architecture,
+            arch=facts.architecture if facts else None,
             model_name=model.base_model,
-            tokenizer_id=facts and facts.tokenizer_id,
+            tokenizer_id=facts.tokenizer_id if facts else None,
         ),
         optimizer_config=AdamOptimizerConfig(),
         is_lora=True,

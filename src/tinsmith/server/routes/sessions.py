@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from starlette.responses import Response
 
 from tinsmith.server.checks import text_metadata
@@ -23,6 +25,7 @@ from tinsmith.types import (
     ClientSessionFinished,
     ClientSessionFinishErrored,
     ClientSessionFinishInterrupted,
+    ClientSessionFinishReason,
     ClientSessionFinishSuccess,
     CreateSessionRequest,
     CreateSessionResponse,
@@ -45,7 +48,7 @@ from tinsmith.types.service import ClientFinishedSessionStatusQuery, SessionStat
 
 DEFAULT_PROJECT = "project-default"
 
-_FINISHES = {
+_FINISHES: Mapping[str, ClientSessionFinishReason] = {
     "success": ClientSessionFinishSuccess(),
     "errored": ClientSessionFinishErrored(),
     "interrupted": ClientSessionFinishInterrupted(),
@@ -145,18 +148,19 @@ async def search_sessions(call: Call) -> Response:
     """The caller's sessions that match, newest first."""
     request = await call.read(SessionSearchRequest)
     found = await call.stored(call.store.sessions.search, _query(request, call.owner))
-    cursor = found.next_cursor
-    return reply(
-        SessionSearchResponse(
-            sessions=[_summary(one) for one in found.sessions],
-            next_cursor=cursor
-            and SessionSearchCursor(last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id),
+    next_cursor = None
+    if (cursor := found.next_cursor) is not None:
+        next_cursor = SessionSearchCursor(
+            last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id
         )
-    )
+    return reply(SessionSearchResponse(sessions=[_summary(one) for one in found.sessions], next_cursor=next_cursor))
 
 
 def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
-    cursor = request.cursor
+    cursor = None
+    if request.cursor is not None:
+        asked = request.cursor
+        cursor = SessionCursor(last_created_at=asked.last_created_at, last_session_id=asked.last_session_id)
     # There are no teams here: whoever else is asked for, a caller sees what is the caller's own.
     is_own = not isinstance(request.owner, UserSearchOwner) or caller in request.owner.owner_urns
     return SessionQuery(
@@ -167,7 +171,7 @@ def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
         display_name=request.display_name,
         statuses=None if request.statuses is None else _filters(request.statuses),
         limit=request.limit,
-        cursor=cursor and SessionCursor(last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id),
+        cursor=cursor,
     )
 
 
