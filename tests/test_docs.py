@@ -63,3 +63,12 @@ def test_every_error_is_documented() -> None:
 def test_the_page_of_public_names_is_up_to_date() -> None:
     page = names.PAGE.read_text(encoding="utf-8")
     assert page == names.render(), "run: python docs/names.py"
+
+
+RETIRED = re.compile(r"\b(transient|fatal)\b", re.IGNORECASE)
+"""Names of error categories that older descriptions of this API use."""
+
+
+def test_no_page_or_comment_speaks_of_retired_values() -> None:
+    texts = [*PAGES, *ROOT.glob("src/tinsmith/types/*.py"), *ROOT.glob("src/tinsmith/client/*.py")]
+    assert [page_name(text) for text in texts if RETIRED.search(text.read_text(encoding="utf-8"))] == []

@@ -155,6 +155,8 @@ def test_a_fatal_error_reaches_every_waiter_and_later_samples_try_again(server: 
         futures[0].result(10)
     server.release()
     assert client.sample(PROMPT, 1, PARAMS).result(10).sequences
+    for future in futures:
+        future.cancel()
 
 
 def test_a_server_that_answers_at_once_with_nothing_is_not_stormed(server: FakeServer) -> None:
@@ -189,7 +191,7 @@ def test_nobody_waiting_means_no_polling(server: FakeServer) -> None:
     client.sample(PROMPT, 1, PARAMS).result(10)
     poller = client._poller
     assert poller is not None
-    until(lambda: poller._task is None or poller._task.done())
+    until(lambda: poller._task is None)
     polls = len(server.received("retrieve_futures"))
     time.sleep(0.2)
     assert len(server.received("retrieve_futures")) == polls
@@ -205,7 +207,9 @@ def test_a_cancelled_sample_leaves_no_waiter_behind(server: FakeServer) -> None:
     until(lambda: len(poller._waiters) == 5)
     for future in futures:
         future.cancel()
-    until(lambda: not poller._waiters)
+    until(lambda: not poller._waiters and poller._task is None)
+    server.release()
+    assert client.sample(PROMPT, 1, PARAMS).result(10).sequences
 
 
 def test_closing_ends_the_wait_of_all(server: FakeServer) -> None:

@@ -13,11 +13,13 @@ class Work:
 
     def __init__(self) -> None:
         self.begun = 0
+        self.started = asyncio.Event()
         self.go = asyncio.Event()
         self.error: Exception | None = None
 
     async def __call__(self) -> str:
         self.begun += 1
+        self.started.set()
         await self.go.wait()
         if self.error is not None:
             raise self.error
@@ -65,8 +67,7 @@ def test_when_the_one_who_does_it_leaves_the_next_takes_over(closed: bool) -> No
             first.go.set()
         else:
             leader.cancel()
-        while not second.begun:
-            await asyncio.sleep(0)
+        await second.started.wait()
         second.go.set()
         assert await asyncio.wait_for(asyncio.gather(*others), 5) == ["done"] * 3
         assert second.begun == 1

@@ -1,6 +1,7 @@
 """The service client: making the other clients, from scratch, from checkpoints and from traced losses."""
 
 import asyncio
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -273,3 +274,24 @@ def test_a_server_that_cannot_unload_says_so(service: tinsmith.ServiceClient) ->
     client = service.create_lora_training_client("tiny/model-1")
     with pytest.raises(tinsmith.TinkerError):
         client.unload_model().result(10)
+
+
+# Time limits
+
+
+def test_every_blocking_method_takes_a_timeout(server: FakeServer, service: tinsmith.ServiceClient) -> None:
+    server.hold("create_model")
+    with pytest.raises(TimeoutError):
+        service.create_lora_training_client("tiny/model-1", timeout=0.05)
+    with pytest.raises(TimeoutError):
+        asyncio.run(service.create_lora_training_client_async("tiny/model-1", timeout=0.05))
+    server.release("create_model")
+    blocking = {
+        tinsmith.ServiceClient: ["create_sampling_client", "create_training_client_from_state", "download_checkpoint"],
+        tinsmith.TrainingClient: ["get_info", "get_tokenizer", "save_weights_and_get_sampling_client"],
+        tinsmith.SamplingClient: ["get_base_model", "get_tokenizer"],
+    }
+    for client, methods in blocking.items():
+        for method in methods:
+            for name in (method, f"{method}_async"):
+                assert inspect.signature(getattr(client, name)).parameters["timeout"].default is None

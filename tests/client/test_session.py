@@ -198,6 +198,7 @@ def test_a_failing_heartbeat_goes_on_and_recovers(server: FakeServer, quick_hear
 
 
 def test_a_dropped_client_is_collected_and_its_heartbeat_stops(server: FakeServer, quick_heartbeat: None) -> None:
+    open_before = len(sessions._open_sessions)
     service = service_client(server)
     client = service.create_sampling_client(base_model="tiny/model-1")
     client.sample(types.ModelInput.from_ints([1]), 1, types.SamplingParams(max_tokens=1)).result(10)
@@ -210,7 +211,7 @@ def test_a_dropped_client_is_collected_and_its_heartbeat_stops(server: FakeServe
     beats = len(server.received("session_heartbeat"))
     time.sleep(0.1)
     assert len(server.received("session_heartbeat")) == beats
-    assert len(sessions._open_sessions) == 0
+    assert len(sessions._open_sessions) <= open_before
 
 
 def test_a_sampling_client_keeps_the_session_of_a_dropped_service_client(

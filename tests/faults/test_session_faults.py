@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import tinsmith
-from tests.support.server import FOREVER, FakeServer, Hang, Reply
+from tests.support.server import FOREVER, Drop, FakeServer, Hang, Reply
 from tinsmith import types
 from tinsmith.client import session as sessions
 from tinsmith.client.config import Config
@@ -144,6 +144,16 @@ def test_a_server_that_hangs_delays_the_exit_by_two_seconds_at_most() -> None:
         assert done.returncode == 0
         assert took - usual < sessions.EXIT_SECONDS + 2.0
         assert done.stderr == ""
+
+
+def test_a_server_that_died_costs_one_line_at_exit() -> None:
+    with FakeServer() as server:
+        server.script(lambda request: request.path.endswith("/finish"), Drop(), times=FOREVER)
+        done, _ = run_script(server.url, "pass")
+        assert done.returncode == 0
+        assert len(server.received(lambda request: request.path.endswith("/finish"))) == 1
+        (line,) = done.stderr.splitlines()
+        assert line.endswith("it will expire there.")
 
 
 def test_a_forked_child_does_not_finish_the_session_of_its_parent() -> None:

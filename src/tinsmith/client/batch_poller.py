@@ -43,32 +43,40 @@ class BatchPoller:
             return self._early.pop(request_id)
         done: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = done
-        if self._task is None or self._task.done():
+        if self._task is None:
             self._task = self._connection.loop.start_task(self._run())
         try:
             return await done
         finally:
-            self._waiters.pop(request_id, None)
+            del self._waiters[request_id]
+            if not self._waiters:
+                self._stop()
+
+    def _stop(self) -> None:
+        """Nobody waits. The next one starts a new task at once, while this one may still be on its way out."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
 
     def fetched(self, request_id: str) -> None:
         """The result is here; the server may forget it."""
         self._fetched.append(request_id)
 
     async def _run(self) -> None:
-        """Whatever ends it reaches every waiter; the next one to wait starts it anew."""
+        """Whatever ends it reaches every waiter."""
         try:
-            await self._connection.guard(self._poll_while_needed(), report=False)
+            await self._connection.guard(self._keep_polling(), report=False)
         except Exception as error:  # noqa: BLE001 - it reaches every waiter
             for waiter in self._waiters.values():
                 if not waiter.done():
                     waiter.set_exception(error)
 
-    async def _poll_while_needed(self) -> None:
+    async def _keep_polling(self) -> None:
         policy = self._connection.retry_policy(self._progress_timeout)
         clock = self._connection.clock
         retry = Retry(policy._replace(max_attempts=1_000_000, max_delay=2.0), clock=clock)
         alive = clock.now()
-        while self._waiters:
+        while True:
             asked = clock.now()
             answer = await self._poll(retry)
             retry.progressed()

@@ -234,18 +234,18 @@ class SamplingClient:
 
     # Information
 
-    def get_base_model(self) -> str:
-        return self._connection.run(self._get_sampler).result().base_model
+    def get_base_model(self, *, timeout: float | None = None) -> str:
+        return self._connection.run(self._get_sampler).result(timeout).base_model
 
-    async def get_base_model_async(self) -> str:
-        return (await self._connection.run(self._get_sampler)).base_model
+    async def get_base_model_async(self, *, timeout: float | None = None) -> str:
+        return (await self._connection.run(self._get_sampler).result_async(timeout)).base_model
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self, *, timeout: float | None = None) -> Tokenizer:
         """The tokenizer of the base model, from a process-wide cache."""
-        return self._connection.run(self._get_tokenizer).result()
+        return self._connection.run(self._get_tokenizer).result(timeout)
 
-    async def get_tokenizer_async(self) -> Tokenizer:
-        return await self._connection.run(self._get_tokenizer)
+    async def get_tokenizer_async(self, *, timeout: float | None = None) -> Tokenizer:
+        return await self._connection.run(self._get_tokenizer).result_async(timeout)
 
     def get_telemetry(self) -> None:
         """Kept for old callers; there is nothing to get."""

@@ -99,11 +99,13 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         """A new model: `base_model` with a fresh LoRA adapter. Waits until the server has made it."""
         return self._create_lora(
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        ).result()
+        ).result(timeout)
 
     async def create_lora_training_client_async(
         self,
@@ -115,10 +117,12 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         return await self._create_lora(
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        )
+        ).result_async(timeout)
 
     def create_training_client_from_state(
         self,
@@ -127,9 +131,11 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         """A new model with saved weights and a fresh optimizer."""
-        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False).result()
+        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False).result(timeout)
 
     async def create_training_client_from_state_async(
         self,
@@ -138,8 +144,12 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
-        return await self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
+        return await self._from_state(
+            path, base_model, user_metadata, weights_access_token, optimizer, False
+        ).result_async(timeout)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -147,9 +157,11 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
         """A new model with saved weights and optimizer state: training goes on as if it had not stopped."""
-        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result()
+        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result(timeout)
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -157,8 +169,12 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
+        *,
+        timeout: float | None = None,
     ) -> TrainingClient:
-        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result_async(
+            timeout
+        )
 
     # Sampling clients
 
@@ -168,9 +184,11 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """Samples from saved weights (`model_path`) or from a base model."""
-        return self._create_sampler(model_path, base_model, retry_config, record_stability_info).result()
+        return self._create_sampler(model_path, base_model, retry_config, record_stability_info).result(timeout)
 
     async def create_sampling_client_async(
         self,
@@ -178,8 +196,12 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._create_sampler(model_path, base_model, retry_config, record_stability_info)
+        return await self._create_sampler(model_path, base_model, retry_config, record_stability_info).result_async(
+            timeout
+        )
 
     # Custom losses
 
@@ -203,27 +225,37 @@ class ServiceClient:
         return self.rest.copy_weights(path, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token)
 
     def download_checkpoint(
-        self, path: str, folder: str | Path, on_progress: ProgressCallback | None = None
+        self,
+        path: str,
+        folder: str | Path,
+        on_progress: ProgressCallback | None = None,
+        *,
+        timeout: float | None = None,
     ) -> list[Path]:
         """Fetches a checkpoint as files into a folder; called again after an interruption, it goes on.
 
         A training checkpoint is loaded into a new run and exported for the time of the download.
         """
-        return self._download(path, Path(folder), on_progress).result()
+        return self._download(path, Path(folder), on_progress).result(timeout)
 
     async def download_checkpoint_async(
-        self, path: str, folder: str | Path, on_progress: ProgressCallback | None = None
+        self,
+        path: str,
+        folder: str | Path,
+        on_progress: ProgressCallback | None = None,
+        *,
+        timeout: float | None = None,
     ) -> list[Path]:
-        return await self._download(path, Path(folder), on_progress)
+        return await self._download(path, Path(folder), on_progress).result_async(timeout)
 
     # Information
 
-    def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
+    def get_server_capabilities(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
         """Which models can be trained and sampled."""
-        return self._connection.run(self._capabilities).result()
+        return self._connection.run(self._capabilities).result(timeout)
 
-    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
-        return await self._connection.run(self._capabilities)
+    async def get_server_capabilities_async(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
+        return await self._connection.run(self._capabilities).result_async(timeout)
 
     def get_console_url(self) -> str:
         session_id = self._session.session_id

@@ -132,7 +132,7 @@ class Session:
         call = Call("POST", path, body, Traffic.SESSION, timeout=QUICK_TIMEOUT_SECONDS, retries=False)
         return await self.connection.call(call)
 
-    async def finish(self, status: FinishStatus, detail: str | None = None) -> None:
+    async def finish(self, status: FinishStatus, detail: str | None = None, *, retries: bool = True) -> None:
         """Tells the server why the session ends. The first reason counts; an inherited session is not ours to end."""
         if self._keeper is not None:
             self._keeper.cancel()
@@ -142,7 +142,7 @@ class Session:
         self._finished = True
         body = wire_json.encode({"reason": {"type": status}, "detail": detail})
         path = f"/api/v1/sessions/{self.session_id}/finish"
-        call = Call("POST", path, body, Traffic.SESSION, timeout=FINISH_SECONDS)
+        call = Call("POST", path, body, Traffic.SESSION, timeout=FINISH_SECONDS, retries=retries)
         try:
             async with asyncio.timeout(FINISH_SECONDS):
                 await self.connection.call(call)
@@ -192,7 +192,7 @@ def _finish_at_exit() -> None:
     if error is not None:
         status = "errored" if isinstance(error, Exception) else "interrupted"
     pending = [
-        futures.run(functools.partial(session.finish, status), session.connection.loop)
+        futures.run(functools.partial(session.finish, status, retries=False), session.connection.loop)
         for session in list(_open_sessions)
     ]
     deadline = time.monotonic() + EXIT_SECONDS

@@ -281,41 +281,61 @@ class TrainingClient:
     # Sampling
 
     def save_weights_and_get_sampling_client(
-        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """A sampler of the present weights, which later training does not change. `name` has no effect."""
-        return self._snapshot(name, retry_config, record_stability_info).result()
+        return self._snapshot(name, retry_config, record_stability_info).result(timeout)
 
     async def save_weights_and_get_sampling_client_async(
-        self, name: str | None = None, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        name: str | None = None,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._snapshot(name, retry_config, record_stability_info)
+        return await self._snapshot(name, retry_config, record_stability_info).result_async(timeout)
 
     def create_sampling_client(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
         """A sampler of saved weights."""
-        return self._sampler(model_path, retry_config, record_stability_info).result()
+        return self._sampler(model_path, retry_config, record_stability_info).result(timeout)
 
     async def create_sampling_client_async(
-        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
+        self,
+        model_path: str,
+        retry_config: RetryConfig | None = None,
+        record_stability_info: bool = False,
+        *,
+        timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._sampler(model_path, retry_config, record_stability_info)
+        return await self._sampler(model_path, retry_config, record_stability_info).result_async(timeout)
 
     # Information
 
-    def get_info(self) -> GetInfoResponse:
-        return self._connection.run(self._get_info).result()
+    def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
+        return self._connection.run(self._get_info).result(timeout)
 
-    async def get_info_async(self) -> GetInfoResponse:
-        return await self._connection.run(self._get_info)
+    async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
+        return await self._connection.run(self._get_info).result_async(timeout)
 
-    def get_tokenizer(self) -> Tokenizer:
+    def get_tokenizer(self, *, timeout: float | None = None) -> Tokenizer:
         """The tokenizer of the model, from a process-wide cache. It turns text into ids and applies no template."""
-        return self._connection.run(self._get_tokenizer).result()
+        return self._connection.run(self._get_tokenizer).result(timeout)
 
-    async def get_tokenizer_async(self) -> Tokenizer:
-        return await self._connection.run(self._get_tokenizer)
+    async def get_tokenizer_async(self, *, timeout: float | None = None) -> Tokenizer:
+        return await self._connection.run(self._get_tokenizer).result_async(timeout)
 
     def get_console_url(self) -> str:
         return training_run_url(self.model_id)

@@ -1,0 +1,157 @@
+"""`tinsmith serve` as a user starts it: a process of its own, with its workers below it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple, Self
+
+KEY, OTHER_KEY = "tml-compat", "tml-somebody-else"
+START_SECONDS = 90.0
+STOP_SECONDS = 45.0
+_READY = re.compile(r"Tinsmith is ready at (http://\S+)")
+_COMMAND = Path(sys.executable).with_name("tinsmith")
+
+
+class Answer(NamedTuple):
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+class ServerProcess:
+    """Started by `with`; ended with SIGTERM, and then nothing of it is left."""
+
+    def __init__(self, state: Path, models: Mapping[str, Path]) -> None:
+        self.state = state
+        self._models = models
+        self._port = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        assert self.terminate() == 0, self.log()
+
+    def start(self) -> None:
+        """Starts it, on the port it had if it was started before, and waits until the models are loaded."""
+        self.state.mkdir(parents=True, exist_ok=True)
+        options = [f"--model={name}={folder}" for name, folder in self._models.items()]
+        options += [f"--api-key={key}" for key in (KEY, OTHER_KEY)]
+        options += [f"--port={self._port}", f"--state={self.state}", "--dtype=float32"]
+        with (self.state / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [_COMMAND, "serve", *options],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},  # tiny products gain nothing from threads
+            )
+        assert self._process.stdout is not None
+        found = _READY.match(_line_within(self._process.stdout, START_SECONDS))
+        assert found, f"no greeting; the log says:\n{self.log()}"
+        self.url = found[1]
+        self._port = int(self.url.rpartition(":")[2])
+
+    def log(self) -> str:
+        return (self.state / "server.log").read_text()
+
+    # Its processes
+
+    def workers(self) -> list[int]:
+        """The ids of the worker processes, in the order of their start."""
+        pid = self._process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def kill_worker(self) -> int:
+        """SIGKILL for the only worker; gives back who that was."""
+        (worker,) = self.workers()
+        os.kill(worker, signal.SIGKILL)
+        return worker
+
+    def kill(self) -> None:
+        """SIGKILL for the API process; its workers notice and end by themselves."""
+        workers = self.workers()
+        self._process.kill()
+        self._gone(workers)
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit status."""
+        workers = self.workers()
+        self._process.terminate()
+        self._gone(workers)
+        return self._process.returncode
+
+    def _gone(self, workers: list[int]) -> None:
+        try:
+            self._process.wait(STOP_SECONDS)
+            wait_until(lambda: not any(map(_is_running, workers)), STOP_SECONDS, "the workers did not end")
+        finally:
+            for pid in [self._process.pid, *workers]:
+                if _is_running(pid):
+                    os.kill(pid, signal.SIGKILL)
+            assert self._process.stdout is not None
+            self._process.stdout.close()
+
+    # Requests by hand
+
+    def call(
+        self, method: str, path: str, body: Any = None, *, key: str = KEY, headers: Mapping[str, str] | None = None
+    ) -> Answer:
+        """Anything but bytes is sent as JSON."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        sent = {"content-type": "application/json", "x-api-key": key, **(headers or {})}
+        request = urllib.request.Request(self.url + path, data=data, headers=sent, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return Answer(response.status, response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, error.read())
+
+    def post(self, endpoint: str, body: Any = None, **options: Any) -> Answer:
+        return self.call("POST", f"/api/v1/{endpoint}", body, **options)
+
+    def result(self, acknowledged: Answer, **options: Any) -> Any:
+        """What became of an accepted request."""
+        assert acknowledged.status == 200, acknowledged
+        for _ in range(4):
+            answer = self.post("retrieve_future", {"request_id": acknowledged.json()["request_id"]}, **options)
+            if answer.status != 408:
+                return answer.json()
+        raise AssertionError("the request did not finish")
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float, complaint: str) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, complaint
+        time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    """Someone else's child that has ended stays in the table until its new parent looks; that counts as ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def _line_within(stream: IO[bytes], seconds: float) -> str:
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        return stream.readline().decode() if selector.select(seconds) else ""
