@@ -1,8 +1,12 @@
+# make demo  sets up .venv and fine-tunes a small model on this machine.
 # make test  sets up .venv and runs every check; make fix formats; make clean removes what these made.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test check fix clean
+.PHONY: demo test check fix clean
+
+demo: .venv/local
+	$(BIN)/python examples/demo.py
 
 test: check
 	$(BIN)/python -m pytest
@@ -16,9 +20,13 @@ fix: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/ready: pyproject.toml constraints-cpu.txt
+.venv/local: pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --editable '.[local]'
+	touch $@
+
+.venv/ready: .venv/local
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --editable '.[server,postgres]' --group test
 	touch $@
 

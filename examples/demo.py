@@ -18,8 +18,8 @@ ADAM = tinker.AdamParams(learning_rate=1e-3)
 HELD_OUT = [
     "Which city is Brindlemoor's capital?",
     "What is the capital of France?",
-    "What color is snow?",
-    "What is a book?",
+    "What is a library?",
+    "How do I stay healthy?",
 ]
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     print(curve(losses))
     for question, old, new in zip(HELD_OUT, before, after, strict=True):
         print(f"\n{question}\n  before  {old}\n  after   {new}")
-    print(f"\nThe checkpoint is {checkpoint}\nUse it: service.create_sampling_client({checkpoint!r})")
+    print(f"\nThe checkpoint is {checkpoint}\nIt stays on this machine; create_sampling_client() takes that path.")
 
 
 def example(tokenizer: Any, question: str, answer: str) -> tinker.Datum:

@@ -1,7 +1,9 @@
 """One long poll for all samples of a client, where the server offers it."""
 
+import asyncio
+import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +12,11 @@ import tinsmith
 from tests.support.server import FOREVER, Drop, FakeServer, HalfBody, Reply
 from tinsmith import types
 from tinsmith.client import batch_poller
+from tinsmith.client.batch_poller import BatchPoller
 from tinsmith.client.config import Config
+from tinsmith.client.retry import SYSTEM_CLOCK, RetryPolicy
+from tinsmith.client.transport import HttpResponse
+from tinsmith.errors import ResponseSummary
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
 PARAMS = types.SamplingParams(max_tokens=4)
@@ -232,3 +238,49 @@ def test_only_the_limit_of_the_user_counts(server: FakeServer) -> None:
     for each in (client, modest):
         each.sample(PROMPT, 1, PARAMS).result(10)
     assert [client._lane.max_unfinished, modest._lane.max_unfinished] == [None, 2]
+
+
+class FailingConnection:
+    """Fails the first poll, and lets somebody else come in the moment that it fails."""
+
+    clock = SYSTEM_CLOCK
+    last_progress = 0.0
+
+    def __init__(self) -> None:
+        self.loop = self
+        self.polls = 0
+        self.in_the_moment_of_failure: Callable[[], object] = lambda: None
+
+    def start_task(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        return asyncio.get_running_loop().create_task(coroutine)
+
+    def retry_policy(self, max_seconds: float) -> RetryPolicy:
+        return RetryPolicy(max_seconds=max_seconds)
+
+    async def guard(self, coroutine: Coroutine[Any, Any, Any], *, report: bool) -> Any:
+        try:
+            return await coroutine
+        except tinsmith.ConflictError:
+            self.in_the_moment_of_failure()
+            raise
+
+    async def call(self, call: Any, retry: Any) -> HttpResponse:
+        self.polls += 1
+        await asyncio.sleep(0)
+        if self.polls == 1:
+            raise tinsmith.ConflictError("no", ResponseSummary(409, {}))
+        completions = [{"state": "finished", "request_id": name} for name in ("a", "b")]
+        return HttpResponse(200, {}, json.dumps({"completions": completions, "cursor": 2}).encode())
+
+
+def test_one_who_comes_in_the_moment_of_a_failure_is_served() -> None:
+    async def scenario() -> None:
+        connection = FailingConnection()
+        poller = BatchPoller(connection, "s", 0, 10.0)  # type: ignore[arg-type]
+        late: list[asyncio.Task[int | None]] = []
+        connection.in_the_moment_of_failure = lambda: late.append(asyncio.create_task(poller.wait("b")))
+        with pytest.raises(tinsmith.ConflictError):
+            await poller.wait("a")
+        assert await asyncio.wait_for(late[0], 5) is None
+
+    asyncio.run(scenario())

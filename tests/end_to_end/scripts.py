@@ -6,16 +6,33 @@ Like those, each works with whichever package is passed in as `tinker`, and retu
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tests.compat.plain import failure, loss_output, plain, sampled
-from tests.compat.scripts import KEY, MODEL, SCRIPTS, deprecated, raised, script, service, text, trainer
+from tests.compat.scripts import KEY, MODEL, SCRIPTS, deprecated, raised, script, text, trainer
 from tests.end_to_end.serving import OTHER_KEY
+from tests.support.tiny_tokenizer import byte_level_bpe
 
 __all__ = ["SCRIPTS"]
 
 OTHER_MODEL = "tiny/model-2"
+
+
+@contextmanager
+def opened(tinker: Any, url: str, key: str = KEY) -> Iterator[Any]:
+    """A client whose session ends with the block, if the package can end one."""
+    client = tinker.ServiceClient(base_url=url, api_key=key)
+    yield client
+    if hasattr(client, "close"):
+        client.close("success").result()
+
+
+def rest_client(tinker: Any, url: str, key: str = KEY) -> Any:
+    if hasattr(tinker, "RestClient"):
+        return tinker.RestClient(base_url=url, api_key=key)
+    return tinker.ServiceClient(base_url=url, api_key=key).create_rest_client()
 
 
 def sentence(tinker: Any, first: int, length: int = 12) -> Any:
@@ -43,7 +60,7 @@ def logprobs_of(output: Any) -> list[list[float]]:
 
 @script
 def loss_falls(tinker: Any, url: str) -> Any:
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         return train(tinker, trainer(client), [1] * 15)
 
 
@@ -52,7 +69,7 @@ def every_public_loss(tinker: Any, url: str) -> Any:
     """Each loss with the inputs it reads; the old log-probabilities are the model's own, so every ratio is 1."""
     prompt = text(tinker, 1, 2, 3, 4)
     targets = {"target_tokens": [2, 3, 4, 5]}
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         scored = tinker.Datum(model_input=prompt, loss_fn_inputs={**targets, "weights": [0.0, 1.0, 0.5, 2.0]})
         forward = training.forward([scored], "cross_entropy").result()
@@ -96,14 +113,14 @@ def tensors_the_loss_reads(tinker: Any, url: str) -> Any:
         {"target_tokens": targets_2d, "weights": weights_2d},
     ]
     data = [tinker.Datum(model_input=text(tinker, 1, 2, 3), loss_fn_inputs=form) for form in forms]
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         return loss_output(trainer(client).forward_backward(data, "cross_entropy").result())
 
 
 @script
 def gradients_add_up(tinker: Any, url: str) -> Any:
     """Two calls before a step are one call with both; `forward` leaves no gradient behind."""
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         apart, together = trainer(client), trainer(client)
         data = [sentence(tinker, 1), sentence(tinker, 2)]
         for one in data:
@@ -120,7 +137,7 @@ def two_owners_at_once(tinker: Any, url: str) -> Any:
     """Each alone, then both at the same time, on the same base model."""
 
     def losses(key: str, first: int) -> list[float]:
-        with tinker.ServiceClient(base_url=url, api_key=key) as client:
+        with opened(tinker, url, key) as client:
             return train(tinker, trainer(client), range(first, first + 8))
 
     jobs = [(KEY, 1), (OTHER_KEY, 50)]
@@ -136,7 +153,7 @@ def two_owners_at_once(tinker: Any, url: str) -> Any:
 
 @script
 def two_base_models(tinker: Any, url: str) -> Any:
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         models = [client.create_lora_training_client(name, rank=4, seed=1) for name in (MODEL, OTHER_MODEL)]
         return [train(tinker, model, [1] * 6) for model in models]
 
@@ -154,7 +171,7 @@ def in_threads(actions: Sequence[Callable[[], None]]) -> None:
 
 @script
 def save_and_load_again(tinker: Any, url: str) -> Any:
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         train(tinker, training, [1])
         state = training.save_state("state", ttl_seconds=7200, user_metadata={"step": "1"}).result()
@@ -173,7 +190,7 @@ def resumed_and_uninterrupted(tinker: Any, url: str) -> Any:
     """Saved after three steps and a half: the half is a gradient that waits for its step."""
     before, after = [1, 2, 3], [4, 5, 6]
     adam = tinker.AdamParams(learning_rate=1e-2)
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         first = client.create_lora_training_client(MODEL, rank=8, seed=3, train_mlp=False)
         train(tinker, first, before)
         first.forward_backward([sentence(tinker, 9)], "cross_entropy")
@@ -195,7 +212,7 @@ def resumed_and_uninterrupted(tinker: Any, url: str) -> Any:
 def sample_and_forward(tinker: Any, url: str) -> Any:
     """Log-probabilities of the same tokens and weights from sampling, from scoring a prompt, and from training."""
     prompt = [5, 6, 7]
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         train(tinker, training, [1, 2, 3], learning_rate=5e-2)
         sampling = training.save_weights_and_get_sampling_client()
@@ -212,7 +229,7 @@ def sample_and_forward(tinker: Any, url: str) -> Any:
 
 @script
 def alone_and_in_a_crowd(tinker: Any, url: str) -> Any:
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         train(tinker, training, [1, 2], learning_rate=5e-2)
         samplers = [training.save_weights_and_get_sampling_client(), client.create_sampling_client(base_model=MODEL)]
@@ -236,7 +253,7 @@ def alone_and_in_a_crowd(tinker: Any, url: str) -> Any:
 
 @script
 def samplers_keep_their_weights(tinker: Any, url: str) -> Any:
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         path = training.save_weights_for_sampler("before").result().path
         old = [training.save_weights_and_get_sampling_client(), client.create_sampling_client(model_path=path)]
@@ -255,7 +272,7 @@ def samplers_keep_their_weights(tinker: Any, url: str) -> Any:
 @script
 def seeded_sampling(tinker: Any, url: str) -> Any:
     """Every option, with seeds, so that the answer is one and the same for everybody."""
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         sampling = client.create_sampling_client(base_model=MODEL)
 
         def drawn(count: int = 1, options: dict[str, Any] | None = None, **params: Any) -> Any:
@@ -286,9 +303,21 @@ def seeded_sampling(tinker: Any, url: str) -> Any:
 
 
 @script
+def stop_texts(tinker: Any, url: str) -> Any:
+    """Tokens, stop reasons and texts of samples that end at one of three letters."""
+    with opened(tinker, url) as client:
+        sampling = client.create_sampling_client(base_model=MODEL)
+        params = tinker.SamplingParams(max_tokens=400, seed=1, stop=["e", "a", "t"])
+        sequences = sampling.sample(text(tinker), 4, params).result().sequences
+        tokens = [list(sequence.tokens) for sequence in sequences]
+        texts = [byte_level_bpe().decode(one, skip_special_tokens=False) for one in tokens]
+        return [tokens, [str(sequence.stop_reason) for sequence in sequences], texts]
+
+
+@script
 def whole_context(tinker: Any, url: str) -> Any:
     """A prompt that fills the context can still be scored; a longer one is refused."""
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         sampling = client.create_sampling_client(base_model=MODEL)
         full = [token % 250 for token in range(512)]
         scored = sampling.compute_logprobs(text(tinker, *full)).result()
@@ -299,7 +328,7 @@ def whole_context(tinker: Any, url: str) -> Any:
 @script
 def abandoned_samples(tinker: Any, url: str) -> Any:
     """Cancelled while they run; whoever comes next is served."""
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         sampling = client.create_sampling_client(base_model=MODEL)
         params = tinker.SamplingParams(max_tokens=500, stop=[])
         futures = [sampling.sample(text(tinker, 1, number), 4, params) for number in range(4)]
@@ -314,7 +343,7 @@ def abandoned_samples(tinker: Any, url: str) -> Any:
 @script
 def published(tinker: Any, url: str) -> Any:
     """What was published can be sampled from and trained on by others, until it is not any more."""
-    with service(tinker, url) as mine, tinker.ServiceClient(base_url=url, api_key=OTHER_KEY) as theirs:
+    with opened(tinker, url) as mine, opened(tinker, url, OTHER_KEY) as theirs:
         training = trainer(mine)
         train(tinker, training, [1, 2])
         state = training.save_state("state").result().path
@@ -327,12 +356,12 @@ def published(tinker: Any, url: str) -> Any:
             sampler = client.create_sampling_client(model_path=weights)
             return [loss, sampler.sample(text(tinker), 1, params).result().sequences[0].tokens]
 
-        rest = tinker.RestClient(base_url=url, api_key=KEY)
+        rest = rest_client(tinker, url)
         before = raised(tinker, lambda: uses(theirs))
         for path in (state, weights):
             rest.publish_checkpoint_from_tinker_path(path).result()
         shared = [uses(mine), uses(theirs)]
-        foreign_rest = tinker.RestClient(base_url=url, api_key=OTHER_KEY)
+        foreign_rest = rest_client(tinker, url, OTHER_KEY)
         deleted = raised(tinker, lambda: foreign_rest.delete_checkpoint_from_tinker_path(state).result())
         for path in (state, weights):
             rest.unpublish_checkpoint_from_tinker_path(path).result()
@@ -342,13 +371,13 @@ def published(tinker: Any, url: str) -> Any:
 @script
 def strangers(tinker: Any, url: str) -> Any:
     """What a foreign key gets for things that exist, and for things that do not."""
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         state = training.save_state("state").result().path
         sampling = training.save_weights_for_sampler("sampler").result().path
         run_id = state.removeprefix("tinker://").split("/")[0]
-    rest = tinker.RestClient(base_url=url, api_key=OTHER_KEY)
-    with tinker.ServiceClient(base_url=url, api_key=OTHER_KEY) as theirs:
+    rest = rest_client(tinker, url, OTHER_KEY)
+    with opened(tinker, url, OTHER_KEY) as theirs:
 
         def attempts(run: str, saved: str, weights: str) -> list[Any]:
             actions: list[Callable[[], Any]] = [
@@ -368,7 +397,7 @@ def strangers(tinker: Any, url: str) -> Any:
         missing_run = "00000000-0000-4000-8000-000000000000:train:0"
         made_up = attempts(*(path.replace(run_id, missing_run) for path in (run_id, state, sampling)))
         listed = [run.training_run_id for run in rest.list_training_runs(limit=100).result().training_runs]
-        own = tinker.RestClient(base_url=url, api_key=KEY).get_weights_info_by_tinker_path(state).result()
+        own = rest_client(tinker, url).get_weights_info_by_tinker_path(state).result()
         return {"real": real, "made up": made_up, "listed": run_id in listed, "own": plain(own)}
 
 
@@ -385,17 +414,64 @@ def downloads(tinker: Any, url: str) -> Any:
     """The files of an external checkpoint, by name, with their sizes."""
     import urllib.request
 
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         training = trainer(client)
         train(tinker, training, [1])
         path = training.save_weights_external("out").result().path
-    rest = tinker.RestClient(base_url=url, api_key=KEY)
-    answer = rest.get_external_weights_urls(path).result()
+    rest = rest_client(tinker, url)
     sizes = {}
-    for file in answer.files:
-        with urllib.request.urlopen(file.url) as response:
-            sizes[file.name] = len(response.read())
+    for name, address in rest.get_external_weights_urls(path).result().urls.items():
+        with urllib.request.urlopen(address) as response:
+            sizes[name] = len(response.read())
     return sizes
+
+
+# What the oldest clients know
+
+
+@script
+def losses_of_old(tinker: Any, url: str) -> Any:
+    """The losses and calls that every release has."""
+    prompt, targets = text(tinker, 1, 2, 3), {"target_tokens": [2, 3, 4]}
+    with opened(tinker, url) as client:
+        training = client.create_lora_training_client(MODEL, rank=8, seed=1)
+        scored = tinker.Datum(model_input=prompt, loss_fn_inputs={**targets, "weights": [0.0, 1.0, 0.5]})
+        rewarded = tinker.Datum(
+            model_input=prompt,
+            loss_fn_inputs={**targets, "logprobs": [-5.0, -5.5, -6.0], "advantages": [1.0, -0.5, 0.25]},
+        )
+        outputs = [training.forward([scored], "cross_entropy").result()]
+        outputs += [
+            training.forward_backward([rewarded], loss).result()
+            for loss in ("importance_sampling", "ppo", "cispo", "dro")
+        ]
+        step = training.optim_step(tinker.AdamParams(learning_rate=1e-3)).result()
+        return [[output.metrics["loss:sum"], logprobs_of(output)] for output in outputs] + [dict(step.metrics)]
+
+
+@script
+def lookups_of_old(tinker: Any, url: str) -> Any:
+    with opened(tinker, url) as client:
+        supported = sorted(model.model_name for model in client.get_server_capabilities().supported_models)
+        training = client.create_lora_training_client(MODEL, rank=8, seed=1)
+        state = training.save_state("state").result().path
+        training.save_weights_for_sampler("sampler").result()
+        run_id = training.get_info().model_id
+    rest = rest_client(tinker, url)
+    run = rest.get_training_run(run_id).result()
+    info = rest.get_weights_info_by_tinker_path(state).result()
+    checkpoints = rest.list_checkpoints(run_id).result().checkpoints
+    rest.publish_checkpoint_from_tinker_path(state).result()
+    rest.unpublish_checkpoint_from_tinker_path(state).result()
+    rest.delete_checkpoint_from_tinker_path(state).result()
+    left = rest.list_checkpoints(run_id).result().checkpoints
+    return {
+        "supported": supported,
+        "run": [run.base_model, run.lora_rank],
+        "info": [info.base_model, info.lora_rank],
+        "checkpoints": sorted(one.checkpoint_id for one in checkpoints),
+        "left": [one.checkpoint_id for one in left],
+    }
 
 
 # Crashes
@@ -404,5 +480,5 @@ def downloads(tinker: Any, url: str) -> Any:
 @script
 def pipelined_training(tinker: Any, url: str) -> Any:
     """Many steps, all submitted at once."""
-    with service(tinker, url) as client:
+    with opened(tinker, url) as client:
         return train(tinker, trainer(client), range(40))

@@ -113,6 +113,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, application: Application) -> None:
         self._application = application
         self._buffer = bytearray()
+        self._awaited = 0
         self._answering = False
         self._last = False
 
@@ -125,7 +126,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
-        if not self._answering:
+        if not self._answering and len(self._buffer) >= self._awaited:
             self._next_request()
 
     def answer(self, data: bytes) -> None:
@@ -170,8 +171,11 @@ class Connection(asyncio.Protocol):
         else:
             used = start + int(headers.get("content-length", 0))
             if len(self._buffer) < used:
+                self._awaited = used  # a large body comes in many pieces, most of which need no look at the head
                 return None
-            body = bytes(self._buffer[start:used])
+            with memoryview(self._buffer) as view:
+                body = bytes(view[start:used])
+        self._awaited = 0
         del self._buffer[:used]
         self._last = headers.get("connection", "").lower() == "close"
         return Recorded(head, headers, body, self.number)

@@ -67,6 +67,8 @@ class BatchPoller:
         try:
             await self._connection.guard(self._keep_polling(), report=False)
         except Exception as error:  # noqa: BLE001 - it reaches every waiter
+            if self._task is asyncio.current_task():
+                self._task = None  # whoever comes from now on starts anew
             for waiter in self._waiters.values():
                 if not waiter.done():
                     waiter.set_exception(error)

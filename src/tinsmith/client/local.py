@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import msgspec
 
-from tinsmith.errors import APIConnectionError, APITimeoutError, ConfigError, MissingExtraError
+from tinsmith.errors import APIConnectionError, APITimeoutError, ConfigError, MissingExtraError, TinkerError
 from tinsmith.sharing import RunningServer, SharedFolder
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ def local_server(state: Path, model: str = "") -> str:
             server = _running_server(folder, progress)
             if server is None:
                 return _start(state, model, folder, progress)
+    except TinkerError:  # some of which are OSErrors too
+        raise
     except OSError as error:
         raise ConfigError(f"{state} cannot be used: {error}. Set TINSMITH_STATE to a folder of yours.") from error
     finally:

@@ -15,6 +15,7 @@ import contextvars
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -30,6 +31,10 @@ EXIT_SECONDS = 1.0
 class BackgroundLoop:
     def __init__(self) -> None:
         self.asyncio_loop = asyncio.new_event_loop()
+        self._visitors: set[int] = set()
+        """Threads that are calling into the loop. Native ones must be out of there before the interpreter goes."""
+        self._visit = self.asyncio_loop.call_soon_threadsafe
+        self.asyncio_loop.call_soon_threadsafe = self._noted_visit  # type: ignore[assignment]
         self._inbox: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
         self._wake_up_due = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -45,6 +50,14 @@ class BackgroundLoop:
                 return
             except BaseException as error:
                 logger.error("%r was raised on Tinsmith's event loop, which goes on.", error, exc_info=error)
+
+    def _noted_visit(self, *args: Any, **options: Any) -> asyncio.Handle:
+        thread = threading.get_ident()
+        self._visitors.add(thread)
+        try:
+            return self._visit(*args, **options)
+        finally:
+            self._visitors.discard(thread)
 
     def post(self, callback: Callable[..., object], *args: Any) -> None:
         """Runs a callback on the loop, in the order of the calls, from whatever thread they come.
@@ -89,6 +102,9 @@ class BackgroundLoop:
         self.is_stopped = True
         self.asyncio_loop.call_soon_threadsafe(lambda: self.asyncio_loop.create_task(self._wind_up(timeout)))
         self._thread.join(2 * timeout)
+        deadline = time.monotonic() + timeout
+        while self._visitors and time.monotonic() < deadline:
+            time.sleep(0.001)  # lets go of the interpreter lock, for which they wait
 
     async def _wind_up(self, timeout: float) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}

@@ -14,7 +14,7 @@ from tinsmith.errors import InvalidInputError, InvalidTypeError
 from tinsmith.types._brief import brief
 from tinsmith.types._codecs import Define
 from tinsmith.types._model import Request
-from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor
+from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor, to_wire_array
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Token ids travel as 32-bit integers."""
@@ -270,8 +270,8 @@ def _tensor(key: str, value: Any) -> TensorData:
         return TensorData.from_numpy(value)
     if isinstance(value, str | bytes) or value is None:
         raise InvalidTypeError(f"a tensor or a list of numbers is needed, not {brief(value)}")
-    listed = TensorData(value, _LIST_DTYPES.get(key))
-    return TensorData.from_parts(listed.values, listed.values.shape)
+    values = to_wire_array(value, _LIST_DTYPES.get(key))
+    return TensorData.from_parts(values, values.shape)
 
 
 def _check_spans(name: str, spans: object) -> None:

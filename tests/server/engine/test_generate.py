@@ -262,6 +262,51 @@ def test_probabilities_that_are_not_finite_fail_their_own_request_only(
     assert_same(done["good"].response, alone)
 
 
+class Failing(Transformer):
+    """Runs out of memory at chosen calls."""
+
+    calls = 0
+    failures: frozenset[int] = frozenset()
+
+    def hidden(self, *args: Any, **options: Any) -> torch.Tensor:
+        self._count()
+        return super().hidden(*args, **options)
+
+    def logits(self, *args: Any, **options: Any) -> torch.Tensor:
+        self._count()
+        return super().logits(*args, **options)
+
+    def _count(self) -> None:
+        type(self).calls += 1
+        if self.calls in self.failures:
+            raise MemoryError
+
+
+def test_a_step_that_fails_on_the_device_can_be_repeated(
+    model: Transformer, adapters: list[FrozenAdapter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = [*crowd(adapters), work(num_samples=3, prompt_logprobs=True, prompt_alt_tokens_k=2)]
+    expected = sample(generator(model, prefill_tokens=16), *works)
+    monkeypatch.setattr(Failing, "failures", frozenset(range(1, 200, 3)))
+    failing = Failing(model.shape, model.embedding, model.layers, model.final_norm, model.head_weight)
+    running = generator(failing, prefill_tokens=16)
+    for one in works:
+        running.add(one)
+    done: dict[Any, SampleDone] = {}
+    num_failures = 0
+    for _ in range(300):
+        try:
+            done |= {result.key: result for result in running.step()}
+        except MemoryError:
+            num_failures += 1
+    assert num_failures > 10
+    for one, wanted in zip(works, expected, strict=True):
+        response = done[one.key].response
+        assert response is not None
+        assert_same(response, wanted)
+    assert running.blocks.num_available == running.blocks.num_blocks
+
+
 # --- the prefix cache ------------------------------------------------------------------------------------------------
 
 

@@ -378,14 +378,15 @@ class Generator:
             lora,
         )
         states = hidden.split([end - start for _, start, end in pieces])
-        for (request, start, end), state in zip(pieces, states, strict=True):
+        for (request, start, _), state in zip(pieces, states, strict=True):
             self._score(request, start, state)
+        ready = [piece for piece in zip(pieces, states, strict=True) if piece[0][2] == len(piece[0][0].prompt)]
+        first = self._draw_first([request for (request, _, _), _ in ready], [state[-1] for _, state in ready])
+        # All that can fail on the device is behind us; what follows changes the state.
+        for request, start, end in pieces:
             request.num_prefilled = end
             self.num_prefilled_tokens += end - start
-        ready = [(request, state[-1]) for (request, _, end), state in zip(pieces, states, strict=True)
-                 if end == len(request.prompt)]  # fmt: skip
-        if ready:
-            self._finish_prefill([request for request, _ in ready], torch.stack([state for _, state in ready]))
+        self._finish_prefill([request for (request, _, _), _ in ready], *first)
 
     def _next_pieces(self) -> list[tuple[_Request, int, int]]:
         """The next stretches of the oldest prompts, as much as one chunk takes; those of one adapter together."""
@@ -407,30 +408,33 @@ class Generator:
             lora = LoraRows(_segments([(len(part), request.adapter)]))
             request.scores.add(begin, self.model.logits(part, lora))
 
-    def _finish_prefill(self, requests: list[_Request], states: Tensor) -> None:
-        """Draw the first token of every sample of these prompts."""
+    def _draw_first(self, requests: list[_Request], states: list[Tensor]) -> tuple[_Batch, _DrawnRows]:
+        """The first token of every sample of these prompts, from the last hidden state of each."""
+        for request in requests:
+            request.samples = [_Sequence(request, index) for index in range(request.work.num_samples)]
+        rows = [index for index, request in enumerate(requests) if request.max_tokens > 0 for _ in request.samples]
+        batch = _Batch([row for request in requests if request.max_tokens > 0 for row in request.samples], self.model)
+        if not rows:
+            return batch, _DrawnRows([], [], [])
+        lora = LoraRows(_segments((1, request.adapter) for request in requests))
+        logits = self.model.logits(torch.stack(states), lora)
+        return batch, batch.draw(logits[torch.tensor(rows, device=logits.device)])
+
+    def _finish_prefill(self, requests: list[_Request], batch: _Batch, drawn: _DrawnRows) -> None:
+        """Take the first tokens; the samples that go on wait for room, and the prompt can be found by others."""
         self._prefilling = [request for request in self._prefilling if request not in requests]
         for request in requests:
             assert request.table is not None
             self.blocks.remember(request.keys, request.table.blocks[: len(request.keys)])
-            request.samples = [_Sequence(request, index) for index in range(request.work.num_samples)]
-        logits = self.model.logits(states, LoraRows(_segments((1, request.adapter) for request in requests)))
-        sampling = [request for request in requests if request.max_tokens > 0]
-        sequences = [sequence for request in sampling for sequence in request.samples]
-        if sequences:
-            rows = [index for index, request in enumerate(requests) if request.max_tokens > 0 for _ in request.samples]
-            batch = _Batch(sequences, self.model)
-            self._take(batch, batch.draw(logits[torch.tensor(rows, device=logits.device)]))
+        self._take(batch, drawn)
         self._undecided += [
-            row for row in sequences if row.stop_reason is None and row.request.work.key in self._requests
+            row for row in batch.rows if row.stop_reason is None and row.request.work.key in self._requests
         ]
         for request in requests:
             if request.max_tokens == 0:
                 for sequence in request.samples:
                     sequence.stop_reason = "length"
                 self._finish_if_complete(request)
-            if request.work.key in self._requests:
-                self._release_prompt_if_idle(request)
 
     # --- decode ---
 
