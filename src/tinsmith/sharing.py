@@ -28,7 +28,7 @@ class RunningServer(msgspec.Struct, frozen=True, kw_only=True):
 
     url: str
     model: str
-    """As it was asked for: empty for the embedded model, else NAME=FOLDER."""
+    """As it was asked for; empty for the embedded model."""
     host: str
     """The machine; a state folder may lie on a network drive."""
     pid: int

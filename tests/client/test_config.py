@@ -168,7 +168,6 @@ def test_different_servers_stay_different(one: str, other: str) -> None:
         "http://host/a b",
         "http://host?query=1",
         "http://host#fragment",
-        "local",
     ],
 )
 def test_what_is_no_base_url_is_refused_with_an_example(url: str) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -109,6 +108,10 @@ class Script:
         self.tell(command)
         return self.answer()
 
+    def wait_until_it_shows(self, stage: str) -> None:
+        assert self.process.stderr is not None
+        assert f"{stage}\n" in iter(self.process.stderr.readline, "")
+
     def leave(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
@@ -151,6 +154,7 @@ def test_a_killed_server_is_replaced_for_new_clients(scripts: Scripts) -> None:
     script.ask("connect")
     killed = scripts.server()
     os.kill(killed.pid, signal.SIGKILL)
+    scripts.wait_for_the_servers_end()
     assert script.ask("connect") == "connected"
     assert scripts.server().pid != killed.pid
 
@@ -158,8 +162,7 @@ def test_a_killed_server_is_replaced_for_new_clients(scripts: Scripts) -> None:
 def test_a_server_whose_starter_is_killed_serves_the_next_script_or_ends(scripts: Scripts) -> None:
     starter = scripts.start()
     starter.tell("connect")
-    while not scripts.folder.server_lives():
-        time.sleep(0.01)
+    starter.wait_until_it_shows("Loading tiny ...")
     starter.process.kill()
     assert scripts.start().ask("connect") == "connected"
 

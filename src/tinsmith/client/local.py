@@ -48,7 +48,7 @@ _registrations: dict[tuple[int, Path], filelock.BaseFileLock] = {}
 def local_server(state: Path, model: str = "") -> str:
     """The address of the server of this state folder, which is started if need be.
 
-    `model` is NAME=FOLDER, or empty for the embedded model.
+    `model` is what `tinsmith serve --model` takes, or empty for the embedded model.
     """
     _check_installed()
     state = state.expanduser().absolute()

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_SECONDS = 1.0
 """How long the interpreter waits for the loop when it exits."""
+QUIET_SECONDS = 0.02
 
 
 class BackgroundLoop:
@@ -33,6 +34,7 @@ class BackgroundLoop:
         self.asyncio_loop = asyncio.new_event_loop()
         self._visitors: set[int] = set()
         """Threads that are calling into the loop. Native ones must be out of there before the interpreter goes."""
+        self._last_visit = 0.0
         self._visit = self.asyncio_loop.call_soon_threadsafe
         self.asyncio_loop.call_soon_threadsafe = self._noted_visit  # type: ignore[assignment]
         self._inbox: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
@@ -54,6 +56,7 @@ class BackgroundLoop:
     def _noted_visit(self, *args: Any, **options: Any) -> asyncio.Handle:
         thread = threading.get_ident()
         self._visitors.add(thread)
+        self._last_visit = time.monotonic()
         try:
             return self._visit(*args, **options)
         finally:
@@ -103,8 +106,12 @@ class BackgroundLoop:
         self.asyncio_loop.call_soon_threadsafe(lambda: self.asyncio_loop.create_task(self._wind_up(timeout)))
         self._thread.join(2 * timeout)
         deadline = time.monotonic() + timeout
-        while self._visitors and time.monotonic() < deadline:
-            time.sleep(0.001)  # lets go of the interpreter lock, for which they wait
+        while self._is_visited() and time.monotonic() < deadline:
+            time.sleep(0.002)  # lets go of the interpreter lock, for which they wait
+
+    def _is_visited(self) -> bool:
+        """Or was a moment ago: what was cancelled just now may still call back."""
+        return bool(self._visitors) or time.monotonic() - self._last_visit < QUIET_SECONDS
 
     async def _wind_up(self, timeout: float) -> None:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
