@@ -164,9 +164,7 @@ class APIResponseValidationError(APIError, ValueError):
     """The server's answer does not have the promised form."""
 
     def __init__(self, response: ResponseSummary, body: object | None = None, message: str | None = None) -> None:
-        super().__init__(
-            message or "The answer does not have the form this API promises.", response.request, body=body
-        )
+        super().__init__(message or "The answer does not have the form this API promises.", response.request, body=body)
         self.response = response
         self.status_code = response.status_code
 

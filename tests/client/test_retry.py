@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ def perform(calls: Calls, policy: RetryPolicy, **options: Any) -> tuple[str, Vir
 
 @pytest.fixture
 def no_jitter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry_module.random, "random", lambda: 0.0)
+    monkeypatch.setattr(retry_module.chance, "random", lambda: 0.0)
 
 
 @pytest.mark.usefixtures("no_jitter")
@@ -336,3 +337,11 @@ def test_retry_config_becomes_the_policy() -> None:
     assert [policy.delay(retries) for retries in range(3)] == [2.0, 3.0, 3.0]
     assert policy.max_seconds == 70
     assert RetryConfig(enable_stuck_detection=False).policy().max_seconds == math.inf
+
+
+def test_pauses_leave_the_users_own_random_numbers_alone() -> None:
+    random.seed(7)
+    expected = random.random()
+    random.seed(7)
+    RetryPolicy(max_seconds=1.0).delay(3)
+    assert random.random() == expected

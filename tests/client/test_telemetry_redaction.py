@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tinsmith.client.hooks import Attempt
-from tinsmith.client.retry import is_user_error
 from tinsmith.client.redaction import redact
+from tinsmith.client.retry import is_user_error
 from tinsmith.client.telemetry import TelemetryReporter, telemetry_hook
 from tinsmith.errors import (
     APIConnectionError,

@@ -1,13 +1,11 @@
-"""The official client and ours, unmodified, against a real server with a real engine: the same scripts, the same results."""
+"""The official client and ours, unmodified, against a real server with a real engine: the same scripts, and results."""
 
 from __future__ import annotations
-
-import re
-from typing import Any
 
 import pytest
 
 from tests.compat.runner import ScriptFailed
+from tests.end_to_end.comparing import differences
 from tests.end_to_end.conftest import RunScript
 
 SAME_RESULTS = (
@@ -75,13 +73,6 @@ REFUSED = {
 }
 """What this server does not offer, and what it says about it."""
 
-_VARYING = {
-    r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}": "(id)",
-    r"copy-[0-9a-f]{24}": "(copy)",
-    r"\d{4}-\d\d-\d\dT[\d:.]+\+00:00": "(time)",
-    r"(signature|expires)=[^&]+": "(signed)",
-}
-
 
 @pytest.mark.parametrize("script", RANDOM)
 def test_a_script_finishes(either: RunScript, script: str) -> None:
@@ -90,7 +81,7 @@ def test_a_script_finishes(either: RunScript, script: str) -> None:
 
 @pytest.mark.parametrize("script", SAME_RESULTS)
 def test_both_packages_get_the_same(official: RunScript, ours: RunScript, script: str) -> None:
-    assert _differences(comparable(official(script)), comparable(ours(script)), script) == []
+    assert differences(official(script), ours(script)) == []
 
 
 @pytest.mark.parametrize("script", REFUSED)
@@ -98,36 +89,3 @@ def test_what_is_not_offered_is_refused_by_name(either: RunScript, script: str) 
     with pytest.raises(ScriptFailed, match="RequestFailedError") as caught:
         either(script)
     assert REFUSED[script] in str(caught.value)
-
-
-def comparable(value: Any) -> Any:
-    """A result without what is different in every run."""
-    match value:
-        case str():
-            for pattern, name in _VARYING.items():
-                value = re.sub(pattern, name, value)
-            return value
-        case {"failure": _}:
-            return {name: comparable(item) for name, item in value.items() if name not in ("failure", "caught_by")}
-        case dict():
-            # Files hold ids, so their sizes differ by a byte or two.
-            return {comparable(name): comparable(item) for name, item in value.items() if "bytes" not in name}
-        case list():
-            return [comparable(item) for item in value]
-    return value
-
-
-def _differences(theirs: Any, mine: Any, place: str) -> list[str]:
-    match theirs, mine:
-        case dict(), dict():
-            return [
-                found
-                for name in theirs.keys() | mine.keys()
-                for found in _differences(theirs.get(name, "(absent)"), mine.get(name, "(absent)"), f"{place}.{name}")
-            ]
-        case list(), list() if len(theirs) == len(mine):
-            pairs = enumerate(zip(theirs, mine, strict=True))
-            return [found for index, pair in pairs for found in _differences(*pair, f"{place}[{index}]")]
-        case float(), float():
-            return [] if theirs == pytest.approx(mine, rel=1e-4, abs=1e-5) else [f"{place}: {theirs} and {mine}"]
-    return [] if theirs == mine else [f"{place}: {theirs!r} and {mine!r}"]

@@ -1,4 +1,4 @@
-"""The numbers mean what they should: training trains, sampling samples from what was trained, nobody disturbs anybody."""
+"""The numbers mean what they should: training trains, samples come from what was trained, nobody disturbs anybody."""
 
 from __future__ import annotations
 

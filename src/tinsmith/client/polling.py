@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from tinsmith.client.connection import JSON, PROTOBUF, Call, Connection
 from tinsmith.client.hooks import QueueStateChange
-from tinsmith.client.retry import Retry
+from tinsmith.client.retry import Retry, chance
 from tinsmith.client.threads import run_coding
 from tinsmith.client.transport import HttpResponse, Traffic
 from tinsmith.errors import (
@@ -144,7 +143,7 @@ class _Poll(Generic[T]):
         if elapsed < LONG_POLL_SECONDS:
             pace = min(FIRST_PACE_SECONDS * 2**self._quick_answers, MAX_PACE_SECONDS)
             self._quick_answers = min(self._quick_answers + 1, 10)
-            await self._clock.sleep(pace * (1 - 0.25 * random.random()))
+            await self._clock.sleep(pace * (1 - 0.25 * chance.random()))
 
     def _note_state(self, answer: dict[str, Any]) -> None:
         state, reason = str(answer.get("queue_state") or "active").lower(), answer.get("queue_state_reason")

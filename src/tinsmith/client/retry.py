@@ -48,6 +48,9 @@ from tinsmith.errors import (
 
 T = TypeVar("T")
 
+chance = random.Random()
+"""Our own dice: throwing the shared ones would change what a user's seed gives."""
+
 MAX_EMPTY_400 = 3
 BILLING_PAUSE_SECONDS = 5.0
 
@@ -154,7 +157,7 @@ class RetryPolicy(NamedTuple):
     def delay(self, retries: int) -> float:
         """Doubles from `base_delay` to `max_delay`, minus up to `jitter` of it at random."""
         whole = min(self.base_delay * 2.0 ** min(retries, 60), self.max_delay)
-        return whole * (1.0 - self.jitter * random.random())
+        return whole * (1.0 - self.jitter * chance.random())
 
 
 class RetryConfig(msgspec.Struct, frozen=True):

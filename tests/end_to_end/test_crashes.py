@@ -1,0 +1,143 @@
+"""Processes die at the worst moments; whoever waits sees a delay and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinsmith
+from tests.compat.runner import Runner
+from tests.end_to_end.scripts import sentence
+from tests.end_to_end.serving import KEY, ServerProcess, wait_until
+
+MODEL = "tiny/model-1"
+STEPS = range(40)
+RESULT_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def frail(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]) -> Iterator[ServerProcess]:
+    """A server of our own to hurt."""
+    with ServerProcess(tmp_path_factory.mktemp("frail"), {MODEL: models[MODEL]}) as running:
+        yield running
+
+
+@pytest.fixture
+def client(frail: ServerProcess) -> Iterator[tinsmith.ServiceClient]:
+    with tinsmith.ServiceClient(base_url=frail.url, api_key=KEY) as opened:
+        yield opened
+
+
+def submit(model: Any) -> list[Any]:
+    """Forty steps, all submitted before any result is awaited."""
+    futures = []
+    for step in STEPS:
+        futures.append(model.forward_backward([sentence(tinsmith, step)], "cross_entropy"))
+        model.optim_step(tinsmith.AdamParams(learning_rate=1e-2))
+    return futures
+
+
+def losses(futures: Sequence[Any]) -> list[float]:
+    return [future.result(timeout=RESULT_SECONDS).metrics["loss:sum"] for future in futures]
+
+
+def new_model(client: tinsmith.ServiceClient) -> Any:
+    return client.create_lora_training_client(MODEL, rank=4, seed=1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(frail: ServerProcess) -> list[float]:
+    with tinsmith.ServiceClient(base_url=frail.url, api_key=KEY) as opened:
+        return losses(submit(new_model(opened)))
+
+
+def test_a_worker_killed_in_training_costs_only_time(
+    frail: ServerProcess, client: tinsmith.ServiceClient, undisturbed: list[float]
+) -> None:
+    model = new_model(client)
+    futures = submit(model)
+    futures[2].result(timeout=RESULT_SECONDS)
+    killed = frail.kill_worker()
+    assert not futures[-1].done(), "killed too late to show anything"
+    assert losses(futures) == pytest.approx(undisturbed, rel=1e-5)
+    assert killed not in frail.workers()
+
+
+def test_a_worker_killed_in_sampling_draws_the_same_samples_again(
+    frail: ServerProcess, client: tinsmith.ServiceClient
+) -> None:
+    model = new_model(client)
+    losses(submit(model)[:5])
+    sampler = model.save_weights_and_get_sampling_client()
+    params = tinsmith.SamplingParams(max_tokens=400, seed=7, stop=[])
+    prompt = tinsmith.ModelInput.from_ints([1, 2, 3])
+
+    def drawn() -> list[Any]:
+        return [sampler.sample(prompt, 4, params) for _ in range(3)]
+
+    def tokens(futures: Sequence[Any]) -> list[Any]:
+        return [[one.tokens for one in future.result(timeout=RESULT_SECONDS).sequences] for future in futures]
+
+    before = tokens(drawn())
+    interrupted = drawn()
+    wait_until(lambda: _running(frail, "sample") > 0, 30, "no sample was begun")
+    frail.kill_worker()
+    assert not any(future.done() for future in interrupted)
+    assert tokens(interrupted) == before
+
+
+def test_a_killed_api_process_costs_only_time(
+    frail: ServerProcess, client: tinsmith.ServiceClient, undisturbed: list[float]
+) -> None:
+    futures = submit(new_model(client))
+    futures[2].result(timeout=RESULT_SECONDS)
+    frail.kill()
+    assert not futures[-1].done(), "killed too late to show anything"
+    frail.start()
+    assert losses(futures) == pytest.approx(undisturbed, rel=1e-5)
+
+
+def test_the_official_client_sees_only_a_delay_too(frail: ServerProcess, official_runner: Runner) -> None:
+    calm = official_runner.run("pipelined_training", frail.url)
+    finished = _count(frail, "optim_step")
+    with ThreadPoolExecutor(1) as thread:
+        disturbed = thread.submit(official_runner.run, "pipelined_training", frail.url)
+        wait_until(lambda: _count(frail, "optim_step") > finished, 30, "no step was submitted")
+        frail.kill()
+        assert not disturbed.done()
+        frail.start()
+        assert disturbed.result(RESULT_SECONDS) == pytest.approx(calm, rel=1e-5)
+
+
+def test_a_stopped_server_goes_on_where_it_was(frail: ServerProcess, client: tinsmith.ServiceClient) -> None:
+    """SIGTERM: what was accepted and not begun is done by the next server."""
+    futures = submit(new_model(client))
+    futures[0].result(timeout=RESULT_SECONDS)
+    assert frail.terminate() == 0
+    frail.start()
+    assert all(later < 1e3 for later in losses(futures))
+    finished = [future.done() for future in futures]
+    assert all(earlier or not later for earlier, later in pairwise(finished))
+
+
+def _running(server: ServerProcess, kind: str) -> int:
+    """How many jobs of a kind the worker has claimed."""
+    return sum(
+        int(float(line.rpartition(" ")[2]))
+        for line in server.call("GET", "/metrics").body.decode().splitlines()
+        if line.startswith("tinsmith_jobs{") and f'kind="{kind}"' in line and 'state="running"' in line
+    )
+
+
+def _count(server: ServerProcess, endpoint: str) -> int:
+    """How many requests this endpoint has taken."""
+    return sum(
+        int(float(line.rpartition(" ")[2]))
+        for line in server.call("GET", "/metrics").body.decode().splitlines()
+        if line.startswith("tinsmith_requests_total{") and f"/{endpoint}" in line
+    )
