@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tinsmith"
-SHARED = ("types", "wire", "errors")
+SHARED = ("types", "wire", "errors", "sharing")
 HEAVY = ("torch", "transformers", "numpy", "httpx", "rich", "pydantic", "msgspec", "pyqwest", "google.protobuf")
 
 
