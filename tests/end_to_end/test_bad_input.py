@@ -98,7 +98,6 @@ FAILED: dict[str, tuple[Callable[[Visitor], Answer], str]] = {
     ),
     "an unknown loss": (lambda visitor: visitor.json_data([1], loss="no_such_loss"), "no_such_loss"),
     "a loss without a formula": (lambda visitor: visitor.data(datum([1], [2], [1.0]), loss="stable_reinforce"), ""),
-    "a loss that overflows": (lambda visitor: visitor.data(datum([1, 2], [2, 3], [3e38, 3e38])), "not finite"),
     "a long prompt": (lambda visitor: visitor.sample([1] * 513), "512"),
     "an unknown token in a prompt": (lambda visitor: visitor.sample([99999]), "99999"),
     "an empty prompt": (lambda visitor: visitor.sample([]), "empty"),
@@ -134,8 +133,8 @@ REFUSED: dict[str, tuple[Callable[[Visitor], Answer], int]] = {
         404,
     ),
     "a sampler of a file": (lambda visitor: visitor.create_sampler(model_path="../../etc/passwd"), 422),
-    "NaN in JSON": (lambda visitor: visitor.post("optim_step", b'{"model_id": NaN}'), 400),
-    "no object": (lambda visitor: visitor.post("optim_step", [1, 2]), 422),
+    "NaN in JSON": (lambda visitor: visitor.post("optim_step", b'{"model_id": NaN}'), 422),
+    "no object": (lambda visitor: visitor.post("optim_step", [1, 2]), 400),
 }
 
 
@@ -159,6 +158,14 @@ def test_numbers_that_are_none_fail_with_a_reason(visitor: Visitor) -> None:
     assert body.count(weight) == 1
     answer = visitor.post("forward_backward", body.replace(weight, NOT_A_NUMBER), **PROTOBUF)
     assert "NaN" in visitor.server.result(answer, key=OTHER_KEY)["error"]
+
+
+def test_a_gradient_that_overflows_fails_its_step_and_no_other(visitor: Visitor) -> None:
+    visitor.data(datum([1, 2], [2, 3], [3e38, 3e38]))
+    steps = [visitor.operation("optim_step", adam_params={"learning_rate": 1e-3}) for _ in range(2)]
+    failed, fine = (visitor.server.result(step, key=OTHER_KEY) for step in steps)
+    assert failed["category"] == "user"
+    assert fine["metrics"]["grad_norm"] == 0.0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -628,7 +628,7 @@ def test_a_prompt_of_one_token_has_no_log_probabilities_but_samples(model: Trans
         ({"prompt": [5, 97]}, "holds the token 97, and this model knows tokens 0 to 96"),
         ({"prompt": [5, -1]}, "holds the token -1"),
         ({"prompt": PROMPT * 4}, "A prompt of 164 tokens plus max_tokens of 12 exceeds the context of 128; shorten"),
-        ({"max_tokens": 88}, "41 tokens plus max_tokens of 88 exceeds the context of 128; ask for at most 87 tokens"),
+        ({"max_tokens": 89}, "41 tokens plus max_tokens of 89 exceeds the context of 128; ask for at most 88 tokens"),
         ({"stop": "x"}, "needs a tokenizer"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 41}, "prompt_logprobs_last_n is 41; .* may be 1 to 40"),
         ({"prompt_logprobs_last_n": 4}, "prompt_logprobs_last_n is 4; with prompt_logprobs"),

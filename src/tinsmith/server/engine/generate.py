@@ -221,7 +221,8 @@ class Generator:
         return request
 
     def _max_tokens(self, prompt_length: int, asked: int | None) -> int:
-        room = self.max_context - prompt_length
+        # The last token sampled is never fed back, so it needs no place: a prompt as long as the context can be scored.
+        room = self.max_context - prompt_length + 1
         if prompt_length > self.max_context or (asked is not None and asked > room):
             wanted = "" if asked is None else f" plus max_tokens of {asked}"
             remedy = f"ask for at most {room} tokens" if room > 0 else "shorten the prompt"
@@ -230,7 +231,8 @@ class Generator:
                 field="prompt" if room <= 0 else "sampling_params.max_tokens",
                 value=prompt_length if room <= 0 else asked,
             )
-        return room if asked is None else asked
+        # Left to us, prompt and sample together fit the context, so that they can be trained on.
+        return max(room - 1, 1) if asked is None else asked
 
     def _refuse_too_large(self, request: _Request) -> None:
         needed = self._prompt_blocks(request) + self._tail_blocks(request)

@@ -1,0 +1,106 @@
+"""Samplers keep the weights they were made from, in memory or not."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.server.engine.oracle import randomise
+from tinsmith.errors import InvalidInputError
+from tinsmith.server import sampling_weights
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.engine import adapter_files
+from tinsmith.server.engine.adapters import Adapter, AdapterSpec
+from tinsmith.server.engine.engine import Engine
+from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.store.records import Sampler
+
+PATH = "tinker://run:train:0/sampler_weights/final"
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_folder: Path) -> Engine:
+    return Engine.open(tiny_folder, device="cpu", dtype="float32", kv_tokens=512)
+
+
+@pytest.fixture
+def weights(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SamplingWeights:
+    """Room for two."""
+    monkeypatch.setattr(sampling_weights, "MAX_IN_MEMORY", 2)
+    return SamplingWeights(engine, CheckpointFolders(tmp_path / "checkpoints"), tmp_path / "samplers")
+
+
+def sampler(number: int, **source: Any) -> Sampler:
+    made: dict[str, Any] = {"model_path": None, "model_id": None, "model_seq_id": None, **source}
+    return Sampler(
+        sampler_id=f"s:sample:{number}",
+        session_id="s",
+        owner="ann",
+        base_model="tiny",
+        created=datetime(2030, 1, 1, tzinfo=UTC),
+        **made,
+    )
+
+
+def adapter(engine: Engine, seed: int) -> Adapter:
+    return randomise(engine.create_adapter(AdapterSpec(rank=2, seed=seed)), seed=seed)
+
+
+def never(sampler: Sampler) -> Adapter:
+    raise AssertionError("nothing had to be rebuilt")
+
+
+def test_the_base_model_has_no_weights_of_its_own(weights: SamplingWeights) -> None:
+    assert weights.get(sampler(0), never) is None
+
+
+def test_those_that_do_not_fit_in_memory_come_back_from_a_file(
+    weights: SamplingWeights, engine: Engine, tmp_path: Path
+) -> None:
+    adapters = [adapter(engine, seed) for seed in range(4)]
+    for number, one in enumerate(adapters):
+        weights.keep(f"s:sample:{number}", one.frozen_copy())
+    assert len(list((tmp_path / "samplers").iterdir())) == 2
+    for number, one in enumerate(adapters):
+        found = weights.get(sampler(number, model_id="m", model_seq_id=1), never)
+        assert found is not None
+        assert torch.equal(found.flat, one.weights)
+
+
+def test_what_was_used_last_stays(weights: SamplingWeights, engine: Engine) -> None:
+    for number in range(2):
+        weights.keep(f"s:sample:{number}", adapter(engine, number).frozen_copy())
+    used = weights.get(sampler(0, model_id="m", model_seq_id=1), never)
+    weights.keep("s:sample:2", adapter(engine, 2).frozen_copy())
+    assert weights.get(sampler(0, model_id="m", model_seq_id=1), never) is used
+
+
+def test_a_copy_lost_with_its_process_is_made_again(weights: SamplingWeights, engine: Engine) -> None:
+    asked: list[Sampler] = []
+
+    def rebuild(sampler: Sampler) -> Adapter:
+        asked.append(sampler)
+        return adapter(engine, 5)
+
+    lost = sampler(0, model_id="m", model_seq_id=3)
+    found = weights.get(lost, rebuild)
+    assert weights.get(lost, rebuild) is found
+    assert asked == [lost]
+
+
+def test_a_checkpoint_is_read_from_its_folder(weights: SamplingWeights, engine: Engine, tmp_path: Path) -> None:
+    saved = adapter(engine, 1)
+    folders = CheckpointFolders(tmp_path / "checkpoints")
+    with folders.writing(PATH) as folder:
+        adapter_files.write_adapter(folder, saved, "tiny")
+    found = weights.get(sampler(0, model_path=PATH), never)
+    assert found is not None
+    assert torch.equal(found.flat, saved.weights)
+    folders.delete(PATH)
+    assert weights.get(sampler(0, model_path=PATH), never) is found
+    with pytest.raises(InvalidInputError, match="does not exist any more"):
+        weights.get(sampler(1, model_path=PATH), never)

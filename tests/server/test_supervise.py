@@ -1,0 +1,137 @@
+"""Real worker processes under supervision: started, heard, started again after their death, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tinsmith.server import supervise
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.models import ModelSource
+from tinsmith.server.store import Store
+from tinsmith.server.store.records import Lora, NewJob, NewModel
+from tinsmith.server.supervise import WorkerProcesses
+
+BASE = "tiny"
+LOOSE_SECONDS = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "FIRST_PAUSE_SECONDS", 0.01)
+
+
+@asynccontextmanager
+async def processes(state: Path, folder: Path) -> AsyncIterator[WorkerProcesses]:
+    config = ServerConfig(models=(ModelSource(BASE, str(folder)),), state=state, dtype="float32")
+    workers = WorkerProcesses(config, {BASE: folder})
+    await workers.start()
+    try:
+        yield workers
+    finally:
+        await asyncio.wait_for(workers.stop(), LOOSE_SECONDS)
+        assert children() == []
+
+
+def children() -> list[int]:
+    pid = os.getpid()
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 2 * LOOSE_SECONDS))  # type: ignore[arg-type]
+
+
+def create_model(store: Store, number: int) -> str:
+    model_id = f"s:train:{number}"
+    job = NewJob(
+        kind="create_model",
+        owner="ann",
+        payload=b"{}",
+        session_id="s",
+        base_model=BASE,
+        model_id=model_id,
+        seq_id=0,
+    )
+    model = NewModel(model_id=model_id, owner="ann", base_model=BASE, lora=Lora(rank=1), optimizer_config={})
+    return store.jobs.enqueue(job, model=model).request_id
+
+
+def test_a_worker_is_woken_heard_and_replaced_when_it_dies(tmp_path: Path, tiny_folder: Path) -> None:
+    async def scenario() -> None:
+        store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+        async with processes(tmp_path, tiny_folder) as workers:
+            done: asyncio.Queue[str] = asyncio.Queue()
+
+            def notice(request_ids: Sequence[str]) -> None:
+                for request_id in request_ids:
+                    done.put_nowait(request_id)
+
+            workers.on_done(notice)
+            for number in range(2):
+                await workers.ready()
+                request_id = create_model(store, number)
+                workers.wake(BASE)
+                assert await done.get() == request_id
+                (worker,) = children()
+                os.kill(worker, signal.SIGKILL)
+                while workers.is_ready(BASE):  # noqa: ASYNC110 - nothing tells when a process is gone
+                    await asyncio.sleep(0.01)
+            await workers.ready()
+            assert children() != [worker]
+            workers.wake("no such model")
+        store.close()
+
+    run(scenario)
+
+
+def test_a_worker_that_is_still_loading_is_not_waited_for(tmp_path: Path, tiny_folder: Path) -> None:
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            while not children():  # noqa: ASYNC110 - nor when there is one
+                await asyncio.sleep(0.01)
+            assert not workers.is_ready(BASE)
+
+    run(scenario)
+
+
+def test_a_terminated_group_leaves_the_decision_to_the_parent(tmp_path: Path, tiny_folder: Path) -> None:
+    """SIGTERM and SIGINT may reach the worker too; it ends when its parent says so."""
+
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            await workers.ready()
+            (worker,) = children()
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(worker, number)
+            await asyncio.sleep(0.1)
+            assert children() == [worker]
+
+    run(scenario)
+
+
+def test_a_worker_that_cannot_be_started_is_tried_again(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, failed = asyncio.create_subprocess_exec, []
+
+    async def without_memory(*arguments: str, **options: object) -> asyncio.subprocess.Process:
+        if not failed:
+            failed.append(True)
+            raise OSError("Cannot allocate memory")
+        return await real(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", without_memory)
+
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            await workers.ready()
+            assert failed
+
+    run(scenario)
