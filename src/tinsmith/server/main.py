@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
+from filelock import FileLock, Timeout
+
+from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
@@ -18,8 +23,13 @@ from tinsmith.server.supervise import WorkerProcesses
 
 def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM or SIGINT. `on_ready` gets the address once every model is loaded."""
-    models = {source.name: describe(source) for source in config.models}
     config.state.mkdir(parents=True, exist_ok=True)
+    with _sole_use(config.state):
+        _serve(config, on_ready)
+
+
+def _serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
+    models = {source.name: describe(source) for source in config.models}
     CheckpointFolders(config.checkpoints).tidy()
     store = Store(config.database_url)
     workers = WorkerProcesses(config, {name: facts.folder for name, facts in models.items()})
@@ -45,6 +55,22 @@ async def _run(
         on_ready(f"http://{host}:{listener.getsockname()[1]}")
     loading.cancel()
     await serving
+
+
+@contextmanager
+def _sole_use(state: Path) -> Iterator[None]:
+    """Two servers on one folder would run the same jobs."""
+    lock = FileLock(state / "serve.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"Another server uses the state folder {state}. Stop it, or choose another folder with --state."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _nothing_more_to_do(number: int, frame: FrameType | None) -> None:

@@ -185,6 +185,21 @@ def test_rows_of_one_job_stand_or_fall_together(engine: Engine, spoiled: Any) ->
     assert (first.has_gradient, second.has_gradient) == (False, True)
 
 
+def test_data_that_make_the_gradient_overflow_are_refused_and_leave_it_as_it_was(engine: Engine) -> None:
+    adapter = new_adapter(engine.model)
+    run(engine, [policy_row(adapter, 12, "cross_entropy", 0)])
+    before = adapter.gradient.clone()
+    row = policy_row(adapter, 12, "cross_entropy", 1, job="huge")
+    huge = replace(row, inputs={**row.inputs, "weights": np.full(12, 3e38)})
+    [output] = engine.forward_backward([huge])
+    assert output.error is not None
+    assert "not finite" in output.error.message
+    assert torch.equal(adapter.gradient, before)
+    with pytest.raises(FloatingPointError):
+        engine.forward_backward([policy_row(adapter, 12, "cross_entropy", 2, job="fine"), huge])
+    assert torch.equal(adapter.gradient, before)
+
+
 def test_an_empty_batch_has_no_outputs(engine: Engine) -> None:
     assert engine.forward_backward([]) == []
 

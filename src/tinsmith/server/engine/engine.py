@@ -10,6 +10,7 @@ Engine.generator         sampling with the same model
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -88,7 +89,14 @@ class Engine:
         while examples:
             try:
                 outputs = self._run(examples)
-                break
+                overflowed = _overflowed(examples)
+                if not overflowed:
+                    break
+                before.restore()
+                if len({rows[example.index].job for example in overflowed}) > 1:
+                    raise FloatingPointError("Several jobs together gave a gradient that is not finite.")
+                errors |= {example.index: _not_finite() for example in overflowed}
+                examples = [example for example in examples if example.index not in errors]
             except BadExampleError as bad:
                 before.restore()
                 errors |= _for_whole_jobs(rows, {bad.example.index: bad.error})
@@ -102,7 +110,7 @@ class Engine:
                 raise
         for example in examples:
             example.adapter.has_gradient |= example.backward
-        return [outputs[index] if index in outputs else RowOutput(error=errors[index]) for index in range(len(rows))]
+        return [RowOutput(error=errors[index]) if index in errors else outputs[index] for index in range(len(rows))]
 
     def _checked(self, rows: Sequence[TrainRow]) -> tuple[list[Example], dict[int, InvalidInputError]]:
         examples: list[Example] = []
@@ -147,6 +155,27 @@ class _Gradients:
                 adapter.gradient.zero_()
             else:
                 adapter.gradient.copy_(gradient)
+
+
+def _overflowed(examples: Sequence[Example]) -> list[Example]:
+    """Those whose adapter has a gradient now whose norm no optimizer step can use.
+
+    Refused here, the failure belongs to the data that caused it, and a model rebuilt from what was done is the same.
+    """
+    finite: dict[int, bool] = {}
+    for example in examples:
+        if example.backward and id(example.adapter) not in finite:
+            finite[id(example.adapter)] = math.isfinite(example.adapter.gradient.norm())
+    return [example for example in examples if not finite.get(id(example.adapter), True)]
+
+
+def _not_finite() -> InvalidInputError:
+    return InvalidInputError(
+        "The gradient of these data, together with what was accumulated before, is not finite, so they were left out. "
+        "Check that weights and advantages are of moderate size; if the model itself has diverged, load an earlier "
+        "checkpoint and lower the learning rate.",
+        field="data",
+    )
 
 
 def _for_whole_jobs(rows: Sequence[TrainRow], errors: Mapping[int, InvalidInputError]) -> dict[int, InvalidInputError]:
