@@ -1,5 +1,6 @@
 """A session is opened once, kept alive while somebody uses it, and finished with a reason."""
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -295,6 +296,16 @@ def test_a_cancelled_close_can_be_repeated(server: FakeServer) -> None:
     client.close("success").result(10)
     with pytest.raises(tinsmith.ClientClosedError):
         client.get_server_capabilities()
+
+
+def test_closing_goes_on_when_its_caller_stops_waiting(server: FakeServer) -> None:
+    client = service_client(server)
+    client.create_sampling_client(base_model="tiny/model-1")
+    server.script("finish", Reply(200, json={}, delay=0.5))
+    with pytest.raises(TimeoutError):
+        asyncio.run(client.close("success").result_async(0.05))
+    client.close("success").result(10)
+    assert client._connection._disconnected
 
 
 def test_a_config_of_ones_own_is_used(server: FakeServer) -> None:

@@ -529,3 +529,16 @@ def test_an_abandoned_future_is_completed_in_silence(server: FakeServer) -> None
     client.sample(PROMPT, 1, PARAMS)
     until(lambda: len(server.received("retrieve_future")) == 1)
     until(lambda: is_idle(client))
+
+
+def test_a_closed_client_is_not_retried_whatever_the_user_wants_retried() -> None:
+    with FakeServer() as server:
+        service = service_client(server)
+        retry_everything = tinsmith.RetryConfig(retryable_exceptions=(Exception,))
+        client = service.create_sampling_client(base_model="tiny/model-1", retry_config=retry_everything)
+        server.hold("asample")
+        future = client.sample(PROMPT, 1, PARAMS)
+        server.wait_for("retrieve_future", 1)
+        service.close("success").result(10)
+        with pytest.raises(tinsmith.ClientClosedError):
+            future.result(10)

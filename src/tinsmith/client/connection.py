@@ -107,6 +107,7 @@ class Connection:
         self._static_headers = {**_lower(_identity_headers()), **_lower(config.default_headers)}
         self._secrets = [secret for secret in (config.api_key, *config.default_headers.values()) if secret]
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         """No new work."""
         self._disconnected = False
         """Nothing goes out any more, not even the goodbye."""
@@ -329,8 +330,12 @@ class Connection:
 
         Whoever waits learns of it first: a server that does not answer the goodbye must not keep them waiting.
         """
-        if self._closed:
-            return
+        if self._closing is None:
+            # A task of its own: the pools are closed even if whoever asked for it stops waiting.
+            self._closing = self.loop.start_task(self._close(farewell))
+        await asyncio.shield(self._closing)
+
+    async def _close(self, farewell: Callable[[], Awaitable[None]] | None) -> None:
         self._closed = True
         for ref in self._on_close:
             action = ref()
@@ -380,7 +385,7 @@ def raise_for_status(response: HttpResponse, request: HttpRequest, secrets: Coll
     status = response.status
     if status < 300:
         return
-    headers = _shown_headers(response)
+    headers = {name: hide_known(value, secrets) for name, value in _shown_headers(response).items()}
     body = _body_of(_without(response.body, secrets))
     hint = f"It redirects to {headers.get('location')}; use that as base_url." if status < 400 else _HINTS.get(status)
     raise status_error_class(status)(

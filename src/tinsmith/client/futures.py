@@ -28,6 +28,8 @@ class APIFuture(Future[T]):
     request_id: str | None = None
     """The server's name for the operation, known once it was accepted."""
 
+    _on_cancel: Callable[[], object] | None = None
+
     def __init__(self, on_cancel: Callable[[], object] | None = None) -> None:
         # The fields of the base class, but with its lock and condition made on first use: they take more than
         # a kilobyte, and thousands of futures may be queued that nobody waits for yet.
@@ -66,16 +68,21 @@ class APIFuture(Future[T]):
         return self
 
     def cancel(self) -> bool:
-        was_cancelled = self.cancelled()
         cancelled = super().cancel()
-        if cancelled and not was_cancelled and self._on_cancel is not None:
-            self._on_cancel()
+        if cancelled:
+            self._run_on_cancel()
         return cancelled
 
     def when_cancelled(self, action: Callable[[], object]) -> None:
         """Sets what cancel() does besides ending the wait. Called by whoever does the work."""
         self._on_cancel = action
         if self.cancelled():
+            self._run_on_cancel()
+
+    def _run_on_cancel(self) -> None:
+        # Several threads may cancel at once; pop is atomic, so that one of them gets the action.
+        action = self.__dict__.pop("_on_cancel", None)
+        if action is not None:
             action()
 
     def resolve(self, value: T) -> None:

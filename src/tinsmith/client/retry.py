@@ -40,6 +40,7 @@ from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
+    ClientClosedError,
     ConfigError,
     InvalidInputError,
     RequestExpiredError,
@@ -242,7 +243,8 @@ class Retry:
         if isinstance(error, APIStatusError) and self.is_final(error):
             return Action.FAIL
         action = classify(error, idempotent=self._idempotent).action
-        if action is Action.FAIL and isinstance(error, self.policy.retryable_exceptions):
+        is_ours = isinstance(error, ClientClosedError | InvalidInputError | ConfigError)  # the same every time
+        if action is Action.FAIL and not is_ours and isinstance(error, self.policy.retryable_exceptions):
             return Action.RETRY
         return action
 

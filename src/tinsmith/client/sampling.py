@@ -460,6 +460,7 @@ class _Sample:
         "byte_cost",
         "client",
         "future",
+        "holds_slot",
         "is_accepted",
         "number",
         "redone",
@@ -479,6 +480,7 @@ class _Sample:
         self.byte_cost = input_bytes(request.prompt, BYTES_PER_TOKEN)
         self.number: int | None = None
         self.is_accepted = False
+        self.holds_slot = True
         self.retry: Retry | None = None
         self.task: asyncio.Task[None] | None = None
         self.redone: list[type[Exception]] = []
@@ -518,12 +520,28 @@ class _Sample:
             body = await run_coding(encode) if self._is_large() else encode()
             headers = {"X-Tinker-Sampling-Backpressure": "1"}
             call = Call("POST", "/api/v1/asample", body, Traffic.SAMPLE, headers=headers, retries=False)
-            answer = await connection.call_for(UntypedAPIFuture, call)
+            answer = await self._sent(call)
         finally:
             connection.account.sample_gate.submitted(charge)
         self.is_accepted = True
         self.future.request_id = answer.request_id
         return answer
+
+    async def _sent(self, call: Call) -> UntypedAPIFuture:
+        """A request that is on its way arrives: if it is cancelled now, the server is told when it has answered."""
+        connection = self.client._connection
+        sending = connection.loop.start_task(
+            connection.guard(connection.call_for(UntypedAPIFuture, call), report=False)
+        )
+        try:
+            return await asyncio.shield(sending)
+        except asyncio.CancelledError:
+            sending.add_done_callback(self._cancel_late)
+            raise
+
+    def _cancel_late(self, sent: asyncio.Task[UntypedAPIFuture]) -> None:
+        if not sent.cancelled() and sent.exception() is None:
+            self._cancel_on_server(sent.result().request_id)
 
     async def _collect(self, answer: UntypedAPIFuture) -> Any:
         client, connection = self.client, self.client._connection
@@ -622,17 +640,25 @@ class _Sample:
         """Frees its place before the result is seen, so that whoever waited for it finds room for the next."""
         client = self.client
         client._lane.finished()
-        client._connection.account.pending.give_back()
-        if error is None:
-            self.future.resolve(result)
-        else:
-            self.future.fail(error)
-        client._connection.account.sample_gate.ready(client._lane)
+        self._give_back_slot()
+        try:
+            if error is None:
+                self.future.resolve(result)
+            else:
+                self.future.fail(error)
+        finally:  # a done-callback of the user's may raise anything
+            client._connection.account.sample_gate.ready(client._lane)
 
     def abandon(self, error: Exception) -> None:
         """Ends one that waits in line."""
-        self.client._connection.account.pending.give_back()
+        self._give_back_slot()
         self.future.fail(error)
+
+    def _give_back_slot(self) -> None:
+        """Once, however many ways it ends at the same time."""
+        if self.holds_slot:
+            self.holds_slot = False
+            self.client._connection.account.pending.give_back()
 
     # Cancelling
 
@@ -645,11 +671,16 @@ class _Sample:
         if self in self.client._resting:
             self.end_rest(CancelledError())
         elif self.task is None:
-            connection.account.pending.give_back()
+            self._give_back_slot()
             self.client._lane.abandoned()
         elif not self.task.done():
             connection.loop.cancel_soon(self.task)
-        if request_id is not None and connection.account.dynamic_flags.sample_cancel_enabled:
+        if request_id is not None:
+            self._cancel_on_server(request_id)
+
+    def _cancel_on_server(self, request_id: str) -> None:
+        connection = self.client._connection
+        if connection.account.dynamic_flags.sample_cancel_enabled:
             connection.loop.start_task(_cancel_on_server(connection, request_id))
 
 

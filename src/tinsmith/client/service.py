@@ -85,7 +85,6 @@ class ServiceClient:
         self._session = Session(self._connection, user_metadata=user_metadata, display_name=display_name)
         self._traced_losses: set[str] = set()
         self._lock = threading.Lock()
-        self._closing: APIFuture[None] | None = None
 
     # Training clients
 
@@ -293,10 +292,7 @@ class ServiceClient:
                 field="status",
                 value=status,
             )
-        with self._lock:
-            if self._closing is None or self._closing.cancelled():
-                self._closing = futures.run(lambda: self._close(status, detail), self._connection.loop)
-            return self._closing
+        return futures.run(lambda: self._close(status, detail), self._connection.loop)
 
     def __enter__(self) -> Self:
         self._connection.check_open()

@@ -417,6 +417,7 @@ class TrainingClient:
 
         # It counts for no bytes: it would hold them while the loss is computed, which may wait for other operations.
         operation = self._data_operation(prepare, FORWARD_BACKWARD, byte_cost=0)
+        operation.runs_user_code = True
         collect = operation.collect
 
         async def collect_with_metrics(answers: Sequence[UntypedAPIFuture]) -> ForwardBackwardOutput:

@@ -66,12 +66,14 @@ class Operation(Generic[T]):
         collect: Callable[[Sequence[UntypedAPIFuture]], Coroutine[Any, Any, T]],
         byte_cost: int = 0,
         in_parallel: Callable[[], bool] = lambda: False,
+        runs_user_code: bool = False,
     ) -> None:
         self.future: APIFuture[T] = APIFuture()
         self.prepare = prepare
         self.collect = collect
         self.byte_cost = byte_cost
         self.reserved_bytes = 0
+        self.runs_user_code = runs_user_code
         self.in_parallel = in_parallel
         """Whether several submissions may be sent at once; asked at the turn, when the server's flags are known."""
         self.stage: asyncio.Task[Any] | None = None
@@ -106,6 +108,8 @@ class TurnQueue:
         self._waiting: deque[Operation[Any]] = deque()
         self._runner: asyncio.Task[None] | None = None
         self._unconfirmed: _Unconfirmed | None = None
+        self._user_code: asyncio.Task[Any] | None = None
+        """The preparation of the latest operation that runs a function of the user's."""
         self._slots = asyncio.Semaphore(max_inflight) if max_inflight else None
 
     def add(self, operation: Operation[T], *, after: Operation[Any] | None = None) -> APIFuture[T]:
@@ -132,7 +136,9 @@ class TurnQueue:
 
     def _accept(self, operations: Sequence[Operation[Any]]) -> None:
         for operation in operations:
-            operation.stage = self._loop.start_task(self._prepare(operation))
+            operation.stage = self._loop.start_task(self._prepare(operation, self._user_code))
+            if operation.runs_user_code:
+                self._user_code = operation.stage
             operation.future.when_cancelled(functools.partial(self._loop.post, self._interrupt, operation))
             self._waiting.append(operation)
         if self._runner is None or self._runner.done():
@@ -142,15 +148,21 @@ class TurnQueue:
         if operation.stage is not None:
             self._loop.cancel_soon(operation.stage)
 
-    async def _prepare(self, operation: Operation[Any]) -> Sequence[Submission] | None:
+    async def _prepare(
+        self, operation: Operation[Any], user_code: asyncio.Task[Any] | None
+    ) -> Sequence[Submission] | None:
         """Gives what is to be sent, or None if it cannot be; then the future knows why."""
         try:
-            return await self._connection.guard(self._encoded(operation))
+            return await self._connection.guard(self._encoded(operation, user_code))
         except BaseException as error:  # noqa: BLE001 - it reaches the future
             self._give_up(operation, error)
             return None
 
-    async def _encoded(self, operation: Operation[Any]) -> Sequence[Submission]:
+    async def _encoded(self, operation: Operation[Any], user_code: asyncio.Task[Any] | None) -> Sequence[Submission]:
+        # The user's function may wait for another client of the account, which needs bytes itself: so nothing that
+        # has to wait for the function may hold any.
+        if user_code is not None and not user_code.done():
+            await asyncio.wait([user_code])
         # Bodies that wait to be sent are bounded in bytes, so that many large calls do not fill the memory.
         await self._connection.account.training_bytes.acquire(operation.byte_cost)
         operation.reserved_bytes = operation.byte_cost
@@ -242,7 +254,8 @@ class TurnQueue:
         if [each.fingerprint for each in submissions] != fingerprints:
             raise UnconfirmedOperationError(
                 f"Operation {first} of this model was sent but never confirmed ({error}), so what the model has seen "
-                "is not known. Repeat exactly that operation, or continue from a checkpoint in a new training client."
+                "is not known. Repeat exactly that operation, or continue from a checkpoint in a new training client. "
+                "The second half of a custom loss cannot be repeated, since its forward pass would come first."
             ) from error
         self._unconfirmed = None
         return first
