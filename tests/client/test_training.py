@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +31,7 @@ from tinsmith.client.training import TrainingClient
 from tinsmith.errors import (
     InvalidInputError,
     InvalidTypeError,
+    MissingExtraError,
     RequestFailedError,
     UnprocessableEntityError,
     WouldDeadlockError,
@@ -218,6 +221,20 @@ def test_unloading_comes_after_what_was_called_before() -> None:
         (lambda c: c.save_weights_external("a", age_encryption_recipients=["x"] * 11), InvalidInputError, "11 age"),
         (lambda c: c.load("file:///x", None, optimizer=True), InvalidInputError, "tinker://"),
         (lambda c: c.forward_backward_custom([], lambda *_: None), InvalidInputError, "empty"),
+        (lambda c: c.forward_backward(None, "cross_entropy"), InvalidTypeError, "data must be a list of Datum"),
+        (lambda c: c.forward(make_data()[0], "cross_entropy"), InvalidTypeError, "data must be a list of Datum"),
+        (lambda c: c.forward_backward_custom(None, print), InvalidTypeError, "data must be a list of Datum"),
+        (lambda c: c.forward_backward_custom(make_data(), print, framework="jax"), InvalidInputError, "torch, numpy"),
+        (lambda c: c.forward_backward_custom(make_data(), 5, framework="numpy"), InvalidTypeError, "a function"),
+        (lambda c: c.forward_backward_custom(make_data(), "ppo"), InvalidTypeError, "forward_backward\\(\\)"),
+        (lambda c: c.save_weights_external("a", age_encryption_recipients="age1x"), InvalidTypeError, "into a list"),
+        (lambda c: c.save_state(""), InvalidInputError, "needs a name"),
+        (lambda c: c.save_state(None), InvalidInputError, "needs a name"),
+        (lambda c: c.save_weights_for_sampler(3), InvalidInputError, "needs a name"),
+        (lambda c: c.save_weights_external(""), InvalidInputError, "needs a name"),
+        (lambda c: c.save_state("a", ttl_seconds=3_599), InvalidInputError, "3,600.*315,360,000"),
+        (lambda c: c.save_weights_for_sampler("a", 315_360_001), InvalidInputError, "3,600.*315,360,000"),
+        (lambda c: c.save_weights_external("a", -1), InvalidInputError, "3,600.*315,360,000"),
     ],
 )
 def test_bad_arguments_are_refused_on_the_spot_and_nothing_is_sent(
@@ -280,6 +297,34 @@ def test_a_custom_loss_takes_two_numbers_with_nothing_in_between(server: FakeSer
     messages = [request.message() for request in server.received("forward_backward")]
     forward = [message.seq_id for message in messages if message.forward_only]
     assert [message.seq_id for message in messages if not message.forward_only] == [number + 1 for number in forward]
+
+
+def test_a_torch_loss_without_torch_is_refused_before_anything_is_sent(
+    server: FakeServer, client: TrainingClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(MissingExtraError, match=r"tinsmith\[torch\]"):
+        client.forward_backward_custom(make_data(), squared)
+    assert seq_ids(server) == []
+
+
+def test_torch_is_imported_by_the_thread_that_runs_the_loss_and_not_by_the_caller() -> None:
+    code = """if True:
+        import sys
+        from tests.support.server import FakeServer
+        from tests.support.training import PATIENCE, make_data, open_training
+        def loss(data, logprobs):
+            return sum(each.sum() for each in logprobs), {}
+        with FakeServer() as server, open_training(server) as client:
+            server.hold("forward")
+            server.hold("forward_backward")
+            future = client.forward_backward_custom(make_data(), loss)
+            assert "torch" not in sys.modules
+            server.release()
+            future.result(PATIENCE)
+            assert "torch" in sys.modules
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_custom_loss_runs_off_the_loop_and_holds_up_nobody_else(server: FakeServer) -> None:

@@ -449,3 +449,24 @@ def test_operations_racing_with_the_end_all_come_to_an_end(server: FakeServer) -
         worker.join(PATIENCE)
     for future in futures:
         assert isinstance(future.exception(PATIENCE), ClientClosedError | None)
+
+
+def test_a_custom_loss_may_wait_for_another_client_while_large_calls_are_queued_behind_it() -> None:
+    with (
+        FakeServer(flags={"fwdbwd_dispatch_bytes_semaphore_size": 10}) as server,
+        ServiceClient(base_url=server.url, api_key=KEY) as service,
+    ):
+        client = service.create_lora_training_client(BASE_MODEL, rank=8)
+        reference = service.create_lora_training_client(BASE_MODEL, rank=8)
+        is_queued = threading.Event()
+
+        def loss(data: Any, logprobs: Any) -> Any:
+            is_queued.wait(PATIENCE)
+            reference.forward(make_data(1), "cross_entropy").result(PATIENCE)
+            return sum(float(values.sum()) for values in logprobs), [values * 0 + 1 for values in logprobs], {}
+
+        custom = client.forward_backward_custom(make_data(1), loss, framework="numpy")
+        later = client.forward_backward(make_data(1, 50), "cross_entropy")
+        is_queued.set()
+        assert "surrogate_loss:sum" in custom.result(PATIENCE).metrics
+        assert "loss:sum" in later.result(PATIENCE).metrics

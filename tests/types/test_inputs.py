@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, InvalidTypeError
 from tinsmith.types import (
     Datum,
     DmelChunk,
@@ -196,3 +196,22 @@ def test_provenance_cannot_be_lost_silently_in_json() -> None:
     span = [SampledProvenanceSpan(sequence_id="a", length=3)]
     with pytest.raises(InvalidInputError, match="protobuf"):
         Datum(PROMPT, {"target_tokens": [1, 2, 3]}).with_provenance(span, span).to_builtins()
+
+
+def test_a_loss_input_is_named_by_a_text() -> None:
+    with pytest.raises(InvalidTypeError, match=r"Datum\.loss_fn_inputs.*'target_tokens', not 3"):
+        Datum(PROMPT, {3: [1]})
+
+
+def test_a_datum_does_not_change_with_an_array_seen_through_a_read_only_view() -> None:
+    array = np.zeros(3, dtype=np.float32)
+    view = array[:]
+    view.flags.writeable = False
+    datum = Datum(PROMPT, {"weights": view})
+    array[0] = np.nan
+    assert datum.loss_fn_inputs["weights"].data == [0, 0, 0]
+
+
+def test_a_masked_loss_input_is_refused_by_name() -> None:
+    with pytest.raises(InvalidInputError, match=r"loss_fn_inputs\['weights'\]: .*Fill it first"):
+        Datum(PROMPT, {"weights": np.ma.array([1.0, 2.0], mask=[False, True])})

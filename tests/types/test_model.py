@@ -346,3 +346,16 @@ def test_every_public_class_is_a_request_or_a_response() -> None:
         if isinstance(getattr(types, name), type) and not issubclass(getattr(types, name), Request | Response)
     }
     assert others == {"TensorData", "RequestErrorCategory", "PrecisionWarning", "ModelID", "RequestID"}
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**80])
+def test_a_lora_seed_is_a_64_bit_integer(seed: int) -> None:
+    with pytest.raises(InvalidInputError, match=r"LoraConfig\.seed: expected `int`"):
+        types.LoraConfig(rank=8, seed=seed)
+    assert [types.LoraConfig(rank=8, seed=edge).seed for edge in (2**63 - 1, -(2**63))] == [2**63 - 1, -(2**63)]
+
+
+@pytest.mark.parametrize("path", [3, None, b"tinker://run/weights/a"])
+def test_a_checkpoint_path_that_is_no_text_is_a_type_error_with_an_example(path: object) -> None:
+    with pytest.raises(InvalidTypeError, match=r"tinker_path must be a text such as tinker://"):
+        types.ParsedCheckpointTinkerPath.from_tinker_path(path)

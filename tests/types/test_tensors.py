@@ -95,10 +95,55 @@ def test_a_read_only_array_is_not_copied() -> None:
     assert np.shares_memory(TensorData.from_numpy(array).values, array)
 
 
+def test_a_read_only_view_of_an_array_that_can_still_change_is_copied() -> None:
+    array = np.zeros(3, dtype=np.float32)
+    view = array[:]
+    view.flags.writeable = False
+    taken = [TensorData(view), TensorData.from_numpy(view), TensorData.from_numpy(view.reshape(3, 1))]
+    array[0] = np.nan
+    assert [each.data for each in taken] == [[0, 0, 0]] * 3
+
+
+def test_a_view_of_a_read_only_array_is_not_copied() -> None:
+    array = np.arange(6, dtype=np.float32)
+    array.flags.writeable = False
+    assert np.shares_memory(TensorData.from_numpy(array[3:]).values, array)
+
+
+@pytest.mark.parametrize(("shape", "resolved"), [([-1], [4]), ([-1, 2], [2, 2]), (np.array([2, 2]), [2, 2])])
+def test_the_shape_is_stored_with_all_its_lengths_known(shape, resolved: list[int]) -> None:
+    tensor = TensorData([1, 2, 3, 4], "int64", shape)
+    assert tensor.shape == resolved == tensor.to_builtins()["shape"]
+
+
+@pytest.mark.parametrize("shape", [[2.7], "2", 2, ["x"], [None], [[2]]])
+def test_a_shape_of_anything_but_integers_is_refused(shape) -> None:
+    with pytest.raises(InvalidTypeError, match="shape must be a list of integers"):
+        TensorData([1, 2], "int64", shape)
+
+
+@pytest.mark.parametrize("wrong", [np.zeros(3), [1, 2], None])
+def test_what_is_no_torch_tensor_is_sent_to_the_right_door(wrong) -> None:
+    for make in (TensorData.from_torch, TensorData.from_torch_sparse):
+        with pytest.raises(InvalidTypeError, match=r"torch tensor is needed.*from_numpy"):
+            make(wrong)
+
+
+def test_a_masked_array_must_be_filled_first() -> None:
+    masked = np.ma.array([1.0, 2.0], mask=[False, True], dtype=np.float32)
+    for make in (TensorData, TensorData.from_numpy, TensorData.from_numpy_sparse):
+        with pytest.raises(InvalidInputError, match=r"filled\(0\)"):
+            make(masked)
+    assert TensorData(masked.filled(0)).data == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("call", "text"),
     [
         (lambda: TensorData([[1], [2, 3]]), "rectangular"),
+        (lambda: TensorData([1, 2], ["x"]), "dtype must be one of int64, float32"),
+        (lambda: TensorData([1, 2], np.dtype("int64")), "dtype must be one of int64, float32"),
+        (lambda: TensorData([1, 2], "int64", [2**70]), "2 values cannot have the shape"),
         (lambda: TensorData([1, None]), "not object"),
         (lambda: TensorData(["a"], "int64"), "integers, floats or booleans"),
         (lambda: TensorData([1j]), "complex"),
@@ -148,6 +193,13 @@ def test_a_tensor_cannot_be_changed() -> None:
         del SPARSE.dtype
 
 
+def test_the_indices_of_a_sparse_tensor_cannot_be_changed_even_after_pickling() -> None:
+    made = TensorData.from_numpy_sparse(np.eye(30, dtype=np.float32))
+    for tensor in (SPARSE, made, pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert tensor.csr is not None
+        assert [part.flags.writeable for part in (tensor.values, *tensor.csr)] == [False] * 3
+
+
 def test_a_sparse_tensor_is_made_dense_without_torch() -> None:
     code = """if True:
         import sys
@@ -187,6 +239,8 @@ def test_a_sparse_tensor_is_the_matrix_it_was_made_from(matrix: np.ndarray, pad:
         ([0, 1], None, [1, 4], "pair"),
         ([0, 2], [0, 1], None, "dense shape"),
         ([0, 2], [0, 1], [1, 4, 1], "dense shape"),
+        ([], [0, 1], [-1, 4], "dense shape"),
+        ([0, 2], [0, 1], [1, -4], "dense shape"),
         ([0, 1], [0, 1], [2, 4], "must be 3 numbers"),
         ([0, 3, 2], [0, 1], [2, 4], "never fall"),
         ([0, 1, 1], [0, 1], [2, 4], "2 values need"),

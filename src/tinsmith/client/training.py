@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, get_args
 
 from tinsmith.client import chunks, custom_loss, loss_graph
 from tinsmith.client.connection import Call
@@ -21,7 +22,7 @@ from tinsmith.client.session import Session
 from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
 from tinsmith.client.threads import run_coding, run_user_code
 from tinsmith.client.turns import Operation, Submission, TurnQueue
-from tinsmith.errors import InvalidInputError, InvalidTypeError, UnsupportedByServerError
+from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError, UnsupportedByServerError
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -61,7 +62,11 @@ M = TypeVar("M", bound=Model)
 
 CustomLossFn = custom_loss.TorchLossFn | custom_loss.NumpyLossFn | loss_graph.LossHandle
 
+Framework: TypeAlias = Literal["torch", "numpy"]
+
 MAX_AGE_RECIPIENTS = 10
+MIN_TTL_SECONDS, MAX_TTL_SECONDS = 3_600, 315_360_000
+"""One hour and ten years."""
 
 
 def json_result(request_type: str, result_type: type[M]) -> ResultKind[M]:
@@ -125,7 +130,7 @@ class TrainingClient:
         loss_fn: CustomLossFn,
         *,
         loss_type_input: str | None = None,
-        framework: Literal["torch", "numpy"] = "torch",
+        framework: Framework = "torch",
     ) -> APIFuture[ForwardBackwardOutput]:
         """Trains on a loss of your own: a function, or a handle from `ServiceClient.create_custom_loss`.
 
@@ -135,6 +140,7 @@ class TrainingClient:
         forward and a backward pass; operations called later wait for it.
         """
         _check_loss_type_input(loss_type_input)
+        _check_custom_loss(loss_fn, framework)
         data = _checked_data(data)
         if isinstance(loss_fn, loss_graph.LossHandle):
             loss_graph.check_handle_data(loss_fn, data)
@@ -145,7 +151,7 @@ class TrainingClient:
         elif framework == "numpy":
             compute = functools.partial(custom_loss.numpy_loss, loss_fn, data)  # type: ignore[arg-type]
         else:
-            custom_loss.import_torch()
+            _check_torch_is_installed()
             compute = functools.partial(custom_loss.torch_loss, loss_fn, data)  # type: ignore[arg-type]
         forward = self._forward_backward(custom_loss.forward_data(data), "cross_entropy", None, forward_only=True)
         return self._turns.add(self._custom_backward(data, forward.future, compute), after=forward)
@@ -156,7 +162,7 @@ class TrainingClient:
         loss_fn: CustomLossFn,
         *,
         loss_type_input: str | None = None,
-        framework: Literal["torch", "numpy"] = "torch",
+        framework: Framework = "torch",
     ) -> APIFuture[ForwardBackwardOutput]:
         return self.forward_backward_custom(data, loss_fn, loss_type_input=loss_type_input, framework=framework)
 
@@ -198,12 +204,13 @@ class TrainingClient:
         """
         request = SaveWeightsRequest(
             model_id=self.model_id,
-            path=name,
+            path=_checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
             user_metadata=_dict(user_metadata),
         )
+        _check_ttl(request.ttl_seconds)
         return self._operate("/api/v1/save_weights", request, SAVE_WEIGHTS)
 
     async def save_state_async(
@@ -220,8 +227,13 @@ class TrainingClient:
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Saves weights for sampling, without optimizer state."""
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, path=name, seq_id=1, ttl_seconds=ttl_seconds, user_metadata=_dict(user_metadata)
+            model_id=self.model_id,
+            path=_checked_name(name),
+            seq_id=1,
+            ttl_seconds=ttl_seconds,
+            user_metadata=_dict(user_metadata),
         )
+        _check_ttl(request.ttl_seconds)
         return self._operate("/api/v1/save_weights_for_sampler", request, SAVE_WEIGHTS_FOR_SAMPLER, _public_save)
 
     async def save_weights_for_sampler_async(
@@ -233,20 +245,14 @@ class TrainingClient:
         self, name: str, ttl_seconds: int | None = None, age_encryption_recipients: Sequence[str] | None = None
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Exports the weights as files for other tools, encrypted for up to ten `age` recipients if given."""
-        recipients = None if age_encryption_recipients is None else list(age_encryption_recipients)
-        if recipients is not None and len(recipients) > MAX_AGE_RECIPIENTS:
-            raise InvalidInputError(
-                f"{len(recipients)} age recipients were given; at most {MAX_AGE_RECIPIENTS} are possible.",
-                field="age_encryption_recipients",
-                value=len(recipients),
-            )
         request = SaveWeightsExternalRequest(
             model_id=self.model_id,
-            path=name,
+            path=_checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
-            age_encryption_recipients=recipients,
+            age_encryption_recipients=_checked_recipients(age_encryption_recipients),
         )
+        _check_ttl(request.ttl_seconds)
         return self._operate("/api/v1/save_weights_external", request, SAVE_WEIGHTS_EXTERNAL)
 
     async def save_weights_external_async(
@@ -530,6 +536,12 @@ class TrainingClient:
 
 
 def _checked_data(data: Sequence[Datum]) -> list[Datum]:
+    if isinstance(data, Datum) or not isinstance(data, Iterable):
+        raise InvalidTypeError(
+            f"data must be a list of Datum, not a {type(data).__name__}; put a single Datum into a list.",
+            field="data",
+            value=data,
+        )
     items = list(data)
     if not items:
         raise InvalidInputError("data is empty; pass at least one Datum.", field="data", value=data)
@@ -549,6 +561,66 @@ def _check_loss_type_input(value: str | None) -> None:
         raise InvalidInputError(
             f"loss_type_input is {value!r}; only 'logprobs' is possible.", field="loss_type_input", value=value
         )
+
+
+def _check_custom_loss(loss_fn: object, framework: object) -> None:
+    if framework not in get_args(Framework):
+        raise InvalidInputError(
+            f"framework is {framework!r}; it must be one of {', '.join(get_args(Framework))}.",
+            field="framework",
+            value=framework,
+        )
+    if not isinstance(loss_fn, loss_graph.LossHandle) and not callable(loss_fn):
+        raise InvalidTypeError(
+            f"loss_fn must be a function or a handle from create_custom_loss(), not {loss_fn!r}; for a loss of the "
+            "server, call forward_backward() with its name.",
+            field="loss_fn",
+            value=loss_fn,
+        )
+
+
+def _check_torch_is_installed() -> None:
+    """Without importing it: that takes a second or more, and happens in the thread that runs the loss."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("torch", "torch", "A custom loss")
+
+
+def _checked_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(
+            f"name is {name!r}; a checkpoint needs a name such as 'step-100'.", field="name", value=name
+        )
+    return name
+
+
+def _check_ttl(seconds: int | None) -> None:
+    if seconds is not None and not MIN_TTL_SECONDS <= seconds <= MAX_TTL_SECONDS:
+        raise InvalidInputError(
+            f"ttl_seconds is {seconds:,}; it must lie between {MIN_TTL_SECONDS:,} (one hour) and {MAX_TTL_SECONDS:,} "
+            "(ten years), or be None to keep the checkpoint for ever.",
+            field="ttl_seconds",
+            value=seconds,
+        )
+
+
+def _checked_recipients(recipients: Sequence[str] | None) -> list[str] | None:
+    if recipients is None:
+        return None
+    if isinstance(recipients, str | bytes) or not isinstance(recipients, Iterable):
+        raise InvalidTypeError(
+            f"age_encryption_recipients must be a list of public keys, not a {type(recipients).__name__}; put a single "
+            "key into a list.",
+            field="age_encryption_recipients",
+            value=recipients,
+        )
+    keys = list(recipients)
+    if len(keys) > MAX_AGE_RECIPIENTS:
+        raise InvalidInputError(
+            f"{len(keys)} age recipients were given; at most {MAX_AGE_RECIPIENTS} are possible.",
+            field="age_encryption_recipients",
+            value=len(keys),
+        )
+    return keys
 
 
 def _warn_of_load_state(replacement: str) -> None:

@@ -19,6 +19,9 @@ from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor, to_
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 """Token ids travel as 32-bit integers."""
 
+Seed: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+"""Seeds travel as 64-bit integers."""
+
 ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
 
@@ -243,7 +246,13 @@ def _loss_fn_inputs(values: object) -> LossFnInputs:
     return {key: _loss_fn_input(key, value) for key, value in values.items()}
 
 
-def _loss_fn_input(key: str, value: Any) -> TensorData:
+def _loss_fn_input(key: object, value: Any) -> TensorData:
+    if not isinstance(key, str):
+        raise InvalidTypeError(
+            f"The keys of Datum.loss_fn_inputs are names such as 'target_tokens', not {brief(key)}",
+            field="Datum.loss_fn_inputs",
+            value=key,
+        )
     where = f"loss_fn_inputs[{key!r}]"
     try:
         tensor = _tensor(key, value)

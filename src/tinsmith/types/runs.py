@@ -5,7 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import InvalidInputError, InvalidTypeError
+from tinsmith.types._brief import brief
 from tinsmith.types._model import Request, Response, SendNull
 
 CheckpointType: TypeAlias = Literal["training", "sampler", "external"]
@@ -41,6 +42,12 @@ class ParsedCheckpointTinkerPath(Response):
 
     @classmethod
     def from_tinker_path(cls, tinker_path: str) -> Self:
+        if not isinstance(tinker_path, str):
+            raise InvalidTypeError(
+                f"tinker_path must be a text such as tinker://<run>/weights/<name>, not {brief(tinker_path)}",
+                field="tinker_path",
+                value=tinker_path,
+            )
         scheme, _, rest = tinker_path.partition("://")
         parts = rest.split("/")
         if scheme != "tinker" or len(parts) != 3 or parts[1] not in _TYPE_OF_SEGMENT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import struct
 import sys
 import warnings
@@ -55,7 +56,7 @@ class TensorData:
     _values: Array
     dtype: TensorDtype
     shape: list[int] | None
-    """As given; `None` means that `data` was taken in the shape it came in."""
+    """As given, with a length of -1 worked out; `None` means that `data` was taken in the shape it came in."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class TensorData:
     ) -> None:
         values = to_wire_array([] if data is None else data, dtype)
         csr = _csr(sparse_crow_indices, sparse_col_indices)
-        size = None if shape is None else [int(length) for length in shape]
+        size = None if shape is None else _lengths(shape)
         if csr:
             values = values.reshape(-1)
             _check_csr(csr, values, size)
@@ -76,11 +77,12 @@ class TensorData:
         self._set(values, size, csr)
 
     def _set(self, values: Array, shape: list[int] | None, csr: Csr | None) -> None:
-        values.flags.writeable = False
+        for part in (values, *(csr or ())):
+            part.flags.writeable = False
         for name, value in (
             ("_values", values),
             ("_csr", csr),
-            ("shape", shape),
+            ("shape", shape if shape is None or csr else list(values.shape)),
             ("dtype", "float32" if values.dtype.kind == "f" else "int64"),
         ):
             object.__setattr__(self, name, value)
@@ -103,6 +105,7 @@ class TensorData:
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
         """Any torch tensor: on any device, with or without gradient, dense, CSR or COO."""
+        _check_torch_tensor(tensor)
         layout = str(tensor.layout)
         if layout == "torch.sparse_csr" and tensor.ndim == 2:
             csr = Csr(_numpy_of_torch(tensor.crow_indices()), _numpy_of_torch(tensor.col_indices()))
@@ -128,6 +131,7 @@ class TensorData:
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
         """`from_numpy_sparse` for a torch tensor."""
+        _check_torch_tensor(tensor)
         dense = tensor if str(tensor.layout) == "torch.strided" else tensor.to_dense()
         return cls.from_numpy_sparse(_numpy_of_torch(dense), pad_value)
 
@@ -271,19 +275,31 @@ _JSON_SCHEMA: dict[str, Any] = {
 
 def to_wire_array(data: Any, dtype: TensorDtype | None = None) -> Array:
     """An array of one of the two wire types that nobody else can change."""
-    if dtype is not None and dtype not in _DTYPES:
+    if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
         raise InvalidInputError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}", field="dtype", value=dtype)
     if dtype is not None and isinstance(data, list | tuple) and (packed := _packed_list(data, dtype)) is not None:
         return packed
     source = _numpy_of(data)
     natural = _wire_dtype(source)
     target = _DTYPES[dtype or natural]
-    # What nobody can change is kept: an array just made of a list, a view of received bytes, a memory map.
-    keep = isinstance(data, list | tuple) or not source.flags.writeable
+    # What nobody can change is kept: an array just made of a list, a view of received bytes.
+    keep = isinstance(data, list | tuple) or _is_frozen(source)
     with np.errstate(over="ignore", invalid="ignore"):
         values = source.astype(target, order="C", copy=not keep)
     _check_conversion(source, values, from_python=not hasattr(data, "dtype"))
     return values
+
+
+def _is_frozen(array: Array) -> bool:
+    """Whether neither the array nor the one whose memory it shows can be written to."""
+    memory: object = array
+    while isinstance(memory, np.ndarray):
+        if memory.flags.writeable:
+            return False
+        if memory.flags.owndata:
+            return True
+        memory = memory.base
+    return isinstance(memory, bytes)
 
 
 _RUN = 4096
@@ -309,9 +325,30 @@ def is_torch_tensor(value: object) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
+def _check_torch_tensor(value: object) -> None:
+    if not is_torch_tensor(value):
+        raise InvalidTypeError(
+            f"A torch tensor is needed here, not {brief(value)}. Use TensorData.from_numpy(...) for an array and "
+            "TensorData(...) for a list",
+            field="tensor",
+            value=value,
+        )
+
+
+def _check_not_masked(data: object) -> None:
+    masked = sys.modules.get("numpy.ma")  # numpy loads it on first use
+    if masked is not None and isinstance(data, masked.MaskedArray):
+        raise InvalidInputError(
+            f"A masked array has no number where it is masked. Fill it first, e.g. with .filled(0): {brief(data)}",
+            field="data",
+            value=data,
+        )
+
+
 def _numpy_of(data: Any) -> Array:
     if is_torch_tensor(data):
         return _numpy_of_torch(data)
+    _check_not_masked(data)
     try:
         return np.asarray(data)
     except (ValueError, TypeError, OverflowError):
@@ -378,10 +415,24 @@ def _check_rounding(source: Array, values: Array, from_python: bool) -> None:
         )
 
 
+def _lengths(shape: Any) -> list[int]:
+    try:
+        return [_length(each) for each in shape]
+    except TypeError:
+        raise InvalidTypeError(
+            f"shape must be a list of integers such as [2, 3], not {brief(shape)}", field="shape", value=shape
+        ) from None
+
+
+def _length(value: Any) -> int:
+    whole = isinstance(value, float) and value.is_integer()  # JSON may write 2 as 2.0
+    return int(value) if whole else operator.index(value)
+
+
 def _reshaped(values: Array, shape: list[int]) -> Array:
     try:
         return values.reshape(shape)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise InvalidInputError(
             f"{values.size:,} values cannot have the shape {shape}", field="shape", value=shape
         ) from None
@@ -412,7 +463,7 @@ def _csr(crow: npt.ArrayLike | None, col: npt.ArrayLike | None) -> Csr | None:
 
 
 def _check_csr(csr: Csr, values: Array, shape: list[int] | None) -> None:
-    if shape is None or len(shape) != 2:
+    if shape is None or len(shape) != 2 or min(shape) < 0:
         raise InvalidInputError(f"A sparse tensor needs its dense shape [rows, columns], not {shape}", field="shape")
     rows, columns = shape
     problem = None

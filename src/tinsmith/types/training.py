@@ -11,7 +11,7 @@ import msgspec
 from tinsmith.errors import InvalidInputError
 from tinsmith.types._codecs import Codec
 from tinsmith.types._model import Request, Response, Secret
-from tinsmith.types.inputs import Datum
+from tinsmith.types.inputs import Datum, Seed
 from tinsmith.types.runs import ParsedCheckpointTinkerPath
 from tinsmith.types.tensors import TensorData
 
@@ -238,7 +238,7 @@ class OptimStepResponse(Response):
 
 class LoraConfig(Request):
     rank: Annotated[int, msgspec.Meta(ge=1)]
-    seed: int | None = None
+    seed: Seed | None = None
     """With a seed, the first weights can be reproduced."""
 
     train_unembed: bool = True
