@@ -1,3 +1,3 @@
-from tinsmith.cli.main import main
+from tinsmith.cli import main
 
 main()

@@ -247,7 +247,10 @@ class MissingExtraError(TinkerError, ImportError):
     """An optional package is needed for this."""
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        super().__init__(f"{purpose} needs the package {package!r}. Install it with: pip install 'tinsmith[{extra}]'")
+        super().__init__(
+            f"{purpose} needs the package {package!r}. Install it with: pip install 'tinsmith[{extra}]' "
+            f"(from a checkout: pip install '.[{extra}]')"
+        )
 
 
 class StreamAlreadyConsumed(TinkerError):

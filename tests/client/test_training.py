@@ -316,7 +316,6 @@ def test_torch_is_imported_by_the_thread_that_runs_the_loss_and_not_by_the_calle
         def loss(data, logprobs):
             return sum(each.sum() for each in logprobs), {}
         with FakeServer() as server, open_training(server) as client:
-            server.hold("forward")
             server.hold("forward_backward")
             future = client.forward_backward_custom(make_data(), loss)
             assert "torch" not in sys.modules

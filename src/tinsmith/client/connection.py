@@ -37,6 +37,7 @@ from tinsmith.client.retry import (
 from tinsmith.client.telemetry import TelemetryReporter, telemetry_hook
 from tinsmith.client.transport import HttpRequest, HttpResponse, Traffic, Transport
 from tinsmith.errors import (
+    APIConnectionError,
     APIResponseValidationError,
     APIStatusError,
     ClientClosedError,
@@ -61,6 +62,8 @@ MAX_REDIRECTS = 5
 WARNING_INTERVAL_SECONDS = 10.0
 TELEMETRY_TIMEOUT_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
+MAX_LOGGED = 500
+"""Characters of an error in a line of the log; some servers answer with whole pages."""
 NO_RETRIES = RetryPolicy(max_seconds=0.0, max_attempts=1, billing_pause_limit=0.0)
 
 _HINTS = {
@@ -253,7 +256,7 @@ class Connection:
         if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
             self._warned_at = now
             # As text: a handler that keeps records would keep the error's frames, and with them the client.
-            logger.warning("%s Trying again in %.1f s.", str(error), pause)
+            logger.warning("%s Trying again in %.1f s.", _shortened(str(error)), pause)
 
     # Running and reporting
 
@@ -354,6 +357,10 @@ class Connection:
         await self._transport.close()
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= MAX_LOGGED else text[: MAX_LOGGED - 3] + "..."
+
+
 def closed_error() -> ClientClosedError:
     return ClientClosedError("This client is closed. Create a new ServiceClient to go on.")
 
@@ -361,6 +368,8 @@ def closed_error() -> ClientClosedError:
 async def _post_telemetry(ref: weakref.ref[Connection], body: bytes) -> None:
     connection = ref()
     if connection is not None:
+        if connection.account.flags is None:  # nobody has reached this server yet, and telemetry shall not be the one
+            raise APIConnectionError(message="The server has not been reached yet.")
         call = Call(
             "POST", "/api/v1/telemetry", body, Traffic.TELEMETRY, timeout=TELEMETRY_TIMEOUT_SECONDS, retries=False
         )

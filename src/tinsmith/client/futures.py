@@ -48,7 +48,12 @@ class APIFuture(Future[T]):
 
     def result(self, timeout: float | None = None) -> T:
         self._check_can_block()
-        return super().result(timeout)
+        try:
+            return super().result(timeout)
+        except TimeoutError:
+            if self.done():  # the operation's own
+                raise
+            raise TimeoutError(f"No result within {timeout:g} s. The work goes on; ask again, or cancel().") from None
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         self._check_can_block()

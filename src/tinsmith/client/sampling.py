@@ -314,6 +314,12 @@ class SamplingClient:
         prompt_alt_tokens_k: int,
         prompt_logprobs_last_n: int | None,
     ) -> SampleRequest:
+        if not isinstance(prompt, ModelInput):
+            raise InvalidTypeError(
+                f"prompt is a {type(prompt).__name__}, not a ModelInput; for token ids, use ModelInput.from_ints(...).",
+                field="prompt",
+                value=prompt,
+            )
         _check_targets(target_prompt_logprobs)
         if prompt_logprobs_last_n is not None and not include_prompt_logprobs:
             raise InvalidInputError(

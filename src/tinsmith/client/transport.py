@@ -185,7 +185,8 @@ def _translated_errors(request: HttpRequest) -> Iterator[None]:
         pyqwest.WriteError,
         pyqwest.StreamError,
     ) as error:
-        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}.") from error
+        hint = " Is the server running? Check base_url." if isinstance(error, ConnectionError) else ""
+        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}.{hint}") from error
     except ValueError as error:
         if "header" in str(error):  # its text quotes the header, which may be the key
             raise ConfigError(

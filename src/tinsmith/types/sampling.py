@@ -11,7 +11,7 @@ import numpy as np
 
 from tinsmith.types._codecs import Define
 from tinsmith.types._model import Request, Response
-from tinsmith.types.inputs import ModelInput
+from tinsmith.types.inputs import ModelInput, Seed
 from tinsmith.types.tensors import Array, TensorData
 
 StopReason: TypeAlias = Literal["length", "stop"]
@@ -31,7 +31,7 @@ class SamplingParams(Request):
     """How to sample. Misspelt names are refused."""
 
     max_tokens: Count | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     """With a seed, sampled tokens can be reproduced."""
 
     stop: str | Sequence[str] | Sequence[int] | None = None
