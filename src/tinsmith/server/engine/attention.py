@@ -6,9 +6,11 @@ length where the order is free.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+import inspect
+from collections.abc import Callable, Sequence
+from functools import cache, cached_property
 from itertools import accumulate, groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,8 +24,9 @@ class PackedCausal:
         self.lengths = lengths
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.is_cuda and q.dtype == torch.bfloat16:
-            return self._of_any_lengths(q, k, v)
+        if q.is_cuda and q.dtype == torch.bfloat16 and (kernel := _kernel_for_any_lengths()) is not None:
+            longest = max(self.lengths)
+            return kernel(q, k, v, self._starts, self._starts, longest, longest)
         if len(self._runs) == 1:
             return _of_equal_lengths(*self._runs[0], q, k, v)
         sizes = [length * count for length, count in self._runs]
@@ -39,15 +42,27 @@ class PackedCausal:
     def _starts(self) -> Tensor:
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device="cuda")
 
-    def _of_any_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Newer than the oldest torch we run on, so it is imported where a GPU needs it.
-        from torch.nn.attention.varlen import varlen_attn
 
-        longest = max(self.lengths)
-        attended: Tensor = varlen_attn(
-            q, k, v, self._starts, self._starts, longest, longest, window_size=(-1, 0), enable_gqa=True
-        )
+@cache
+def _kernel_for_any_lengths() -> Callable[..., Tensor] | None:
+    """torch's kernel for packed sequences, whose arguments differ between releases; older ones have none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *places: Any) -> Tensor:
+        options: dict[str, Any] = dict(causal)
+        if "enable_gqa" in known:
+            options["enable_gqa"] = True
+        else:
+            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
+        attended: Tensor = varlen_attn(q, k, v, *places, **options)
         return attended
+
+    return attend
 
 
 def _of_equal_lengths(length: int, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
