@@ -9,6 +9,7 @@ import logging
 import pickle
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -470,3 +471,16 @@ def test_a_custom_loss_may_wait_for_another_client_while_large_calls_are_queued_
         is_queued.set()
         assert "surrogate_loss:sum" in custom.result(PATIENCE).metrics
         assert "loss:sum" in later.result(PATIENCE).metrics
+
+
+def test_the_key_is_not_shown_by_tools_that_print_local_variables() -> None:
+    with FakeServer() as server:
+        service = ServiceClient(base_url=server.url, api_key=KEY)
+        server.script("create_session", Reply(403, json={"detail": "no"}), times=FOREVER)
+        with pytest.raises(PermissionDeniedError) as caught:
+            service.create_lora_training_client(BASE_MODEL)
+        shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+        inner = shown[shown.index("client/connection.py") :]
+        assert "call" in inner
+        assert KEY not in inner
+        service.close("errored").result(PATIENCE)

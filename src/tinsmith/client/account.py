@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from tinsmith.client.config import Config
-from tinsmith.client.credentials import run_credential_command
+from tinsmith.client.credentials import Secret, run_credential_command
 from tinsmith.client.limits import ByteBudget, PendingSlots, SampleGate
 from tinsmith.client.once import Once
 from tinsmith.errors import ClientClosedError, ConfigError, TinkerError
@@ -109,7 +109,7 @@ class Token:
             return key
         if command is None:
             raise ConfigError("This server wants a credential from a command. Set TINKER_CREDENTIAL_CMD.")
-        return await asyncio.to_thread(run_credential_command, command)
+        return Secret(await asyncio.to_thread(run_credential_command, command))
 
     async def current(self, exchange: Callable[[str], Awaitable[str]]) -> str:
         """The credential to send now. `exchange` turns the user's own into a JWT."""
@@ -143,7 +143,7 @@ class Token:
         lifetime = max(expires - now, MIN_LIFETIME_SECONDS)
         self._renew_at = now + lifetime - min(MUST_REFRESH_SECONDS, lifetime / 4)
         self._renew_ahead_at = now + lifetime - min(REFRESH_BEFORE_EXPIRY_SECONDS, lifetime / 2)
-        self._jwt = jwt
+        self._jwt = Secret(jwt)
 
     async def _renew_quietly(self, exchange: Callable[[str], Awaitable[str]]) -> None:
         """Ahead of time and in the background: no call waits, and a failure keeps the token in use."""

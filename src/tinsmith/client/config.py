@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tinsmith.client.credentials import check_key, has_key_prefix, stored_key
+from tinsmith.client.credentials import Secret, check_key, has_key_prefix, stored_key
 from tinsmith.client.logs import show_log
 from tinsmith.errors import ConfigError, InvalidTypeError
 
@@ -111,7 +111,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         force_setattr(self, "default_headers", MappingProxyType(dict(self.default_headers)))
         force_setattr(self, "tags", tuple(self.tags))
         if self.api_key is not None:
-            check_key(self.api_key, "the argument api_key")
+            checked = check_key(self.api_key, "the argument api_key")
+            force_setattr(self, "api_key", Secret(checked))
         elif self.credential_command is None:
             raise ConfigError(NO_KEY)
         for name in ("timeout", "connect_timeout", "progress_timeout", "max_pending", "max_inflight"):

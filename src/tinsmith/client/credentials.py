@@ -14,6 +14,15 @@ KEY_PREFIXES = ("tml-", "eyJ")
 COMMAND_TIMEOUT_SECONDS = 60.0
 
 
+class Secret(str):
+    """Text that tools which print local variables must not show."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'***'"
+
+
 def has_key_prefix(key: str) -> bool:
     return key.startswith(KEY_PREFIXES)
 
