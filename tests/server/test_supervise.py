@@ -40,8 +40,10 @@ async def processes(state: Path, folder: Path) -> AsyncIterator[WorkerProcesses]
 
 
 def children() -> list[int]:
+    """Our workers. Other tests of the same run have processes of their own."""
     pid = os.getpid()
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    found = map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return [child for child in found if b"tinsmith.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

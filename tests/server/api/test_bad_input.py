@@ -190,7 +190,7 @@ BAD_MODELS: dict[str, tuple[dict[str, Any], str]] = {
         {"lora_config": {"rank": 1, "train_attn": False, "train_mlp": False, "train_unembed": False}},
         "trains nothing",
     ),
-    "a seed too large": ({"lora_config": {"rank": 1, "seed": 2**63}}, "64 bits"),
+    "a seed too large": ({"lora_config": {"rank": 1, "seed": 2**63}}, "9223372036854775807"),
     "dimuon": ({"optimizer_config": {"type": "dimuon", "version": 1}}, "This server has 'adamw'"),
     "an optimizer nobody knows": ({"optimizer_config": {"type": "muon9"}}, "is 'muon9'"),
     "too much metadata": ({"user_metadata": {"a": "x" * 70_000}}, "keep it below"),
