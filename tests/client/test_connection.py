@@ -310,6 +310,21 @@ def test_closing_ends_calls_in_progress_and_refuses_new_ones(server: FakeServer,
         client.call()
 
 
+def test_work_that_begins_while_the_client_closes_is_not_begun(client: Client) -> None:
+    begun = []
+
+    async def begin_late() -> None:
+        await client.connection.close()
+        await client.connection.guard(work())
+
+    async def work() -> None:
+        begun.append(True)
+
+    with pytest.raises(ClientClosedError):
+        run(begin_late).result(PATIENCE)
+    assert not begun
+
+
 def test_a_task_within_a_task_stays_known_until_the_outer_one_ends(client: Client) -> None:
     connection = client.connection
 

@@ -110,8 +110,8 @@ class Connection:
         self._static_headers = {**_lower(_identity_headers()), **_lower(config.default_headers)}
         self._secrets = [secret for secret in (config.api_key, *config.default_headers.values()) if secret]
         self._closed = False
-        self._closing: asyncio.Task[None] | None = None
         """No new work."""
+        self._closing: asyncio.Task[None] | None = None
         self._disconnected = False
         """Nothing goes out any more, not even the goodbye."""
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -281,6 +281,9 @@ class Connection:
 
     async def guard(self, coroutine: Coroutine[Any, Any, T], *, report: bool = True) -> T:
         """Awaits for a task of this client, so that closing the client ends it."""
+        if self._closed:  # closing has gone through the tasks already, and would miss this one
+            coroutine.close()
+            raise closed_error()
         with self.tracked():
             try:
                 return await coroutine

@@ -505,7 +505,10 @@ class _Sample:
     async def _run(self, charge: int) -> None:
         connection = self.client._connection
         try:
-            answer = await connection.guard(self._submit(charge), report=False)
+            try:
+                answer = await connection.guard(self._submit(), report=False)
+            finally:
+                connection.account.sample_gate.submitted(charge)
             result = await connection.guard(self._collect(answer), report=False)
         except asyncio.CancelledError:
             self._finish(error=CancelledError())
@@ -515,20 +518,16 @@ class _Sample:
         else:
             self._finish(result)
 
-    async def _submit(self, charge: int) -> UntypedAPIFuture:
-        client, connection = self.client, self.client._connection
+    async def _submit(self) -> UntypedAPIFuture:
+        client = self.client
         self.is_accepted = False
-        try:
-            client._use_flags(await connection.flags())
-            if self.number is None:
-                self.number = await client._next_number()
-            encode = functools.partial(_encode, self.request, self.number)
-            body = await run_coding(encode) if self._is_large() else encode()
-            headers = {"X-Tinker-Sampling-Backpressure": "1"}
-            call = Call("POST", "/api/v1/asample", body, Traffic.SAMPLE, headers=headers, retries=False)
-            answer = await self._sent(call)
-        finally:
-            connection.account.sample_gate.submitted(charge)
+        client._use_flags(await client._connection.flags())
+        if self.number is None:
+            self.number = await client._next_number()
+        encode = functools.partial(_encode, self.request, self.number)
+        body = await run_coding(encode) if self._is_large() else encode()
+        headers = {"X-Tinker-Sampling-Backpressure": "1"}
+        answer = await self._sent(Call("POST", "/api/v1/asample", body, Traffic.SAMPLE, headers=headers, retries=False))
         self.is_accepted = True
         self.future.request_id = answer.request_id
         return answer
