@@ -40,7 +40,7 @@ def output(count: int, metrics: Mapping[str, float]) -> ForwardBackwardOutput:
 @given(st.lists(st.integers(0, 50), min_size=1), st.integers(1, 10), st.integers(1, 300))
 def test_runs_are_consecutive_complete_and_within_both_limits(sizes: list[int], max_data: int, max_bytes: int) -> None:
     data = [datum(size) for size in sizes]
-    runs = split(data, max_data, max_bytes)
+    runs = split(data, [byte_size(datum) for datum in data], max_data, max_bytes)
     assert [each for run in runs for each in run] == data
     for run in runs:
         assert 1 <= len(run) <= max_data
@@ -62,7 +62,7 @@ def test_the_size_of_a_datum_counts_every_kind_of_content() -> None:
 
 def test_the_default_limits_cut_three_thousand_short_examples_by_their_number() -> None:
     data = [datum(100)] * 3000
-    assert [len(run) for run in split(data, 1024, 5_000_000)] == [1024, 1024, 952]
+    assert [len(run) for run in split(data, [byte_size(datum) for datum in data], 1024, 5_000_000)] == [1024, 1024, 952]
 
 
 def test_a_single_result_is_passed_on_untouched() -> None:

@@ -112,7 +112,8 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, application: Application) -> None:
         self._application = application
-        self._buffer = bytearray()
+        self._pieces: list[bytes] = []
+        self._num_bytes = 0
         self._awaited = 0
         self._answering = False
         self._last = False
@@ -125,8 +126,9 @@ class Connection(asyncio.Protocol):
         self._application.closed(self)
 
     def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if not self._answering and len(self._buffer) >= self._awaited:
+        self._pieces.append(data)
+        self._num_bytes += len(data)
+        if not self._answering and self._num_bytes >= self._awaited:
             self._next_request()
 
     def answer(self, data: bytes) -> None:
@@ -137,7 +139,7 @@ class Connection(asyncio.Protocol):
         self._answering = False
         if self._last:
             self._transport.close()
-        elif self._buffer:
+        elif self._pieces:
             asyncio.get_running_loop().call_soon(self._next_request)
 
     def hang_up(self, data: bytes = b"") -> None:
@@ -157,35 +159,37 @@ class Connection(asyncio.Protocol):
 
     def _take(self) -> Recorded | None:
         """The next whole request, or None while it is still arriving."""
-        end = self._buffer.find(END_OF_HEAD)
+        buffer = b"".join(self._pieces)
+        self._pieces = [buffer]
+        end = buffer.find(END_OF_HEAD)
         if end < 0:
             return None
         start = end + len(END_OF_HEAD)
-        head = bytes(self._buffer[:end])
+        head = buffer[:end]
         headers = Headers(head)
         if headers.get("transfer-encoding") == "chunked":
-            found = _unchunk(self._buffer, start)
+            found = _unchunk(buffer, start)
             if found is None:
                 return None
             body, used = found
         else:
             used = start + int(headers.get("content-length", 0))
-            if len(self._buffer) < used:
+            if len(buffer) < used:
                 self._awaited = used  # a large body comes in many pieces, most of which need no look at the head
                 return None
-            with memoryview(self._buffer) as view:
-                body = bytes(view[start:used])
+            body = buffer[start:used]
         self._awaited = 0
-        del self._buffer[:used]
+        self._num_bytes -= used
+        self._pieces = [buffer[used:]] if self._num_bytes else []
         self._last = headers.get("connection", "").lower() == "close"
         return Recorded(head, headers, body, self.number)
 
 
-def _unchunk(buffer: bytearray, at: int) -> tuple[bytes, int] | None:
+def _unchunk(buffer: bytes, at: int) -> tuple[bytes, int] | None:
     """A chunked body and where it ends, or None while it is still arriving."""
     body = bytearray()
     while (line_end := buffer.find(b"\r\n", at)) >= 0:
-        size = int(bytes(buffer[at:line_end]).split(b";")[0], 16)
+        size = int(buffer[at:line_end].split(b";")[0], 16)
         start, after = line_end + 2, line_end + 4 + size
         if len(buffer) < after:
             return None

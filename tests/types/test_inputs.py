@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import json
+import pickle
 
 import numpy as np
 import pytest
@@ -32,9 +35,41 @@ def test_token_ids_come_from_any_sequence(tokens) -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**31, "1", None, True, 1.5])
-def test_what_is_no_token_id_is_refused(token: object) -> None:
+@pytest.mark.parametrize("others", [[1], [7], [7] * 5_000], ids=["small", "large", "many"])
+def test_what_is_no_token_id_is_refused(token: object, others: list[int]) -> None:
     with pytest.raises(InvalidInputError, match=r"EncodedTextChunk\.tokens"):
-        ModelInput.from_ints([1, token])
+        ModelInput.from_ints([*others, token])
+
+
+@pytest.mark.parametrize("tokens", [[], [0], [5], [0, 1, 2**31 - 1], list(range(10_000)), [3, np.int64(4)]])
+def test_the_ids_of_a_chunk_read_like_the_list_they_came_from(tokens: list[int]) -> None:
+    ids = EncodedTextChunk(tokens=tokens).tokens
+    assert ids == tokens
+    assert list(ids) == tokens
+    assert ids[1:] == tokens[1:]
+    assert tokens + ids == ids + tokens == [*tokens, *tokens]
+    assert all(type(token) is int for token in ids)
+    assert (len(ids), bool(ids)) == (len(tokens), bool(tokens))
+    assert np.array(ids).tolist() == torch.tensor(ids).tolist() == tokens
+    assert pickle.loads(pickle.dumps(ids)) == copy.deepcopy(ids) == ids
+    assert EncodedTextChunk(tokens=ids) == EncodedTextChunk(tokens=tokens)
+    assert json.loads(json.dumps(EncodedTextChunk(tokens=ids).model_dump()))["tokens"] == tokens
+    if tokens:
+        assert (ids[0], ids[-1]) == (tokens[0], tokens[-1])
+        assert tokens[0] in ids
+
+
+def test_the_ids_of_a_chunk_cannot_be_changed() -> None:
+    ids = PROMPT.chunks[0].tokens
+    with pytest.raises(TypeError):
+        ids[0] = 5
+    with pytest.raises(AttributeError):
+        ids.append(5)
+    with pytest.raises(ValueError, match="read-only"):
+        np.asarray(ids)[0] = 5
+    with pytest.raises(IndexError):
+        ids[3]
+    assert ids != (1, 2, 3)
 
 
 def test_the_list_that_was_given_may_change_afterwards() -> None:

@@ -18,12 +18,11 @@ from tinsmith.types import (
 HASH_MODULUS = 2**64
 
 
-def split(data: Sequence[Datum], max_data: int, max_bytes: int) -> list[Sequence[Datum]]:
-    """Consecutive runs within both limits; a datum that is too large by itself goes alone."""
+def split(data: Sequence[Datum], costs: Sequence[int], max_data: int, max_bytes: int) -> list[Sequence[Datum]]:
+    """Consecutive runs within both limits, given the bytes of each; a datum that is too large by itself goes alone."""
     runs: list[Sequence[Datum]] = []
     start = size = 0
-    for position, datum in enumerate(data):
-        cost = byte_size(datum)
+    for position, cost in enumerate(costs):
         if position > start and (position - start >= max_data or size + cost > max_bytes):
             runs.append(data[start:position])
             start, size = position, 0

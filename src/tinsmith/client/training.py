@@ -396,12 +396,13 @@ class TrainingClient:
     ) -> Operation[ForwardBackwardOutput]:
         data = _checked_data(data)
         check_loss_fn(loss_fn)
+        costs = [chunks.byte_size(datum) for datum in data]
 
         async def prepare() -> Sequence[Submission]:
-            return await self._encode(data, loss_fn, config, forward_only=forward_only)
+            return await self._encode(data, costs, loss_fn, config, forward_only=forward_only)
 
         kind = FORWARD if forward_only else FORWARD_BACKWARD
-        return self._data_operation(prepare, kind, byte_cost=sum(map(chunks.byte_size, data)))
+        return self._data_operation(prepare, kind, byte_cost=sum(costs))
 
     def _custom_backward(
         self,
@@ -419,7 +420,8 @@ class TrainingClient:
 
         async def prepare() -> Sequence[Submission]:
             weighted = await run_user_code(weigh, await forward)
-            return await self._encode(weighted, "cross_entropy", None, forward_only=False)
+            costs = [chunks.byte_size(datum) for datum in weighted]
+            return await self._encode(weighted, costs, "cross_entropy", None, forward_only=False)
 
         # It counts for no bytes: it would hold them while the loss is computed, which may wait for other operations.
         operation = self._data_operation(prepare, FORWARD_BACKWARD, byte_cost=0)
@@ -444,10 +446,16 @@ class TrainingClient:
         return Operation(prepare=prepare, collect=collect, byte_cost=byte_cost, in_parallel=self._sends_chunks_together)
 
     async def _encode(
-        self, data: Sequence[Datum], loss_fn: LossFnType, config: LossConfig | None, *, forward_only: bool
+        self,
+        data: Sequence[Datum],
+        costs: Sequence[int],
+        loss_fn: LossFnType,
+        config: LossConfig | None,
+        *,
+        forward_only: bool,
     ) -> Sequence[Submission]:
         flags = await self._connection.flags()
-        runs = chunks.split(data, flags.fwdbwd_max_chunk_len, flags.fwdbwd_max_chunk_bytes_count)
+        runs = chunks.split(data, costs, flags.fwdbwd_max_chunk_len, flags.fwdbwd_max_chunk_bytes_count)
         submissions = [
             ForwardBackwardSubmission(
                 self._connection, self.model_id, run, loss_fn, config, forward_only, flags.proto_compress_fwdbwd

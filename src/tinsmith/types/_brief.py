@@ -5,13 +5,15 @@ from __future__ import annotations
 from itertools import islice
 from typing import Any
 
+from tinsmith.types._token_ids import TokenIds
+
 _ITEMS = 12
 _CHARACTERS = 400
 
 
 def brief(value: Any) -> str:
     """`repr(value)`, with long lists, dicts, texts, bytes and arrays cut short."""
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | TokenIds):
         return f"[{joined([brief(item) for item in value[:_ITEMS]], len(value))}]"
     if isinstance(value, dict):
         shown = [f"{key!r}: {brief(item)}" for key, item in islice(value.items(), _ITEMS)]

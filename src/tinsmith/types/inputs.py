@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import chain
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -14,6 +14,8 @@ from tinsmith.errors import InvalidInputError, InvalidTypeError
 from tinsmith.types._brief import brief
 from tinsmith.types._codecs import Define
 from tinsmith.types._model import Request
+from tinsmith.types._packing import packed
+from tinsmith.types._token_ids import TokenIds
 from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor, to_wire_array
 
 TokenId: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -26,10 +28,25 @@ ImageFormat: TypeAlias = Literal["png", "jpeg"]
 
 
 class EncodedTextChunk(Request):
-    """A run of token ids."""
+    """A run of token ids. They are read like a list, which they are equal to, and cannot be changed."""
 
     tokens: Sequence[TokenId]
     type: Literal["encoded_text"] = "encoded_text"
+
+    def __post_init__(self) -> None:
+        ids = TokenIds.of(self.tokens)
+        if ids is None or self.type != "encoded_text":
+            super().__post_init__()
+            ids = TokenIds(packed(self.tokens, "i") or b"")
+        force_setattr(self, "tokens", ids)
+
+    def to_builtins(self, *, nulls: bool = False) -> dict[str, Any]:
+        return {"tokens": list(self.tokens), "type": self.type}
+
+    @property
+    def packed(self) -> bytes:
+        """The ids as they travel."""
+        return cast("TokenIds", self.tokens).packed
 
     @property
     def length(self) -> int:
@@ -114,7 +131,7 @@ class ModelInput(Request):
         if not self.chunks or not isinstance(self.chunks[-1], EncodedTextChunk):
             return self.append(added)
         grown = copy(self.chunks[-1])
-        force_setattr(grown, "tokens", [*grown.tokens, *added.tokens])  # both were checked when they were made
+        force_setattr(grown, "tokens", TokenIds(grown.packed + added.packed))  # both were checked when they were made
         return type(self)(chunks=[*self.chunks[:-1], grown])
 
     def to_ints(self) -> list[int]:

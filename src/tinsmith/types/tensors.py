@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import struct
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError
 from tinsmith.types._brief import brief, joined
 from tinsmith.types._codecs import Define
+from tinsmith.types._packing import packed
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ TensorDtype: TypeAlias = Literal["int64", "float32"]
 
 Array: TypeAlias = npt.NDArray[Any]
 
-_DTYPES: Mapping[TensorDtype, np.dtype[Any]] = {"int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+_DTYPES: Mapping[TensorDtype, np.dtype[Any]] = {"int64": np.dtype("<i8"), "float32": np.dtype("<f4")}
 _FORMATS: Mapping[TensorDtype, str] = {"int64": "q", "float32": "f"}
 
 
@@ -277,8 +277,8 @@ def to_wire_array(data: Any, dtype: TensorDtype | None = None) -> Array:
     """An array of one of the two wire types that nobody else can change."""
     if dtype is not None and (not isinstance(dtype, str) or dtype not in _DTYPES):
         raise InvalidInputError(f"dtype must be one of {', '.join(_DTYPES)}, not {dtype!r}", field="dtype", value=dtype)
-    if dtype is not None and isinstance(data, list | tuple) and (packed := _packed_list(data, dtype)) is not None:
-        return packed
+    if dtype is not None and isinstance(data, list | tuple) and (quick := packed(data, _FORMATS[dtype])) is not None:
+        return np.frombuffer(quick, _DTYPES[dtype])
     source = _numpy_of(data)
     natural = _wire_dtype(source)
     target = _DTYPES[dtype or natural]
@@ -300,23 +300,6 @@ def _is_frozen(array: Array) -> bool:
             return True
         memory = memory.base
     return isinstance(memory, bytes)
-
-
-_RUN = 4096
-"""Numbers packed at once: `struct` takes each as an argument, which for long lists is slow in one go."""
-
-
-def _packed_list(numbers: Sequence[Any], dtype: TensorDtype) -> Array | None:
-    """A flat list of such numbers, in a third of numpy's time. None for any other list, which numpy must judge."""
-    if not numbers or type(numbers[0]) not in (int, float):
-        return None  # lists of rows, and of objects that could pass for a number each
-    kind = _FORMATS[dtype]
-    runs = [numbers[start : start + _RUN] for start in range(0, len(numbers), _RUN)]
-    try:
-        packed = b"".join([struct.pack(f"={len(run)}{kind}", *run) for run in runs])
-    except (struct.error, OverflowError):
-        return None
-    return np.frombuffer(packed, _DTYPES[dtype])
 
 
 def is_torch_tensor(value: object) -> bool:

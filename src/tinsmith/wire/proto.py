@@ -9,11 +9,10 @@ Arrays are decoded without a copy where the wire has the right width: the result
 from __future__ import annotations
 
 import math
-import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -73,6 +72,9 @@ class PreparedBody:
         return self._start.closed(end) if isinstance(self._start, OpenFrame) else self._start + end
 
 
+PAUSE_EVERY_SECONDS = 1e-3
+
+
 def let_others_run() -> None:
     """Give the interpreter lock away.
 
@@ -96,59 +98,73 @@ def prepare_forward_backward(
     `compress` needs the extra `zstd`; ask `tinsmith.wire.zstd.can_compress` first.
     """
     examples = ForwardBackwardInput(list(data), loss_fn, loss_fn_config)
-    pieces = _with_pauses(_pieces(examples, forward_only, pause), pause)
-    return PreparedBody(open_frame(pieces) if compress else _joined(pieces))
+    pieces = _pieces(examples, forward_only, pause)
+    return PreparedBody(open_frame(pieces) if compress else b"".join(pieces))
 
 
-def _joined(pieces: Iterable[bytes]) -> bytes:
-    """`bytes.join` would first hold all pieces: twice the memory, which for the system is most of the work here."""
-    body = BytesIO()
-    body.writelines(pieces)
-    return body.getvalue()
+Piece: TypeAlias = bytes | memoryview
+"""A run of bytes of a message; a view where the bytes are those of a tensor, which are not copied until the end."""
 
 
-def _with_pauses(pieces: Iterable[bytes], pause: Callable[[], None]) -> Iterator[bytes]:
-    """Python switches threads every 5 ms only: too seldom for an event loop next door."""
+def _pieces(examples: ForwardBackwardInput, forward_only: bool, pause: Callable[[], None]) -> Iterator[Piece]:
+    """What makes up the message when put together; no piece is larger than one chunk or tensor."""
+    yield _serialized(_settings(examples, forward_only))
     resumed = time.perf_counter()
-    for piece in pieces:
-        yield piece
-        if time.perf_counter() - resumed > 1e-3:
+    for index, datum in enumerate(examples.data):
+        try:
+            yield from _framed(pb.ForwardBackwardRequest.DATA_FIELD_NUMBER, *_parts(datum))
+        except ValueError as error:
+            raise _inside(f"data[{index}]", error) from None
+        # Python switches threads every 5 ms only: too seldom for an event loop next door.
+        if time.perf_counter() - resumed > PAUSE_EVERY_SECONDS:
             pause()
             resumed = time.perf_counter()
 
 
-def _pieces(examples: ForwardBackwardInput, forward_only: bool, pause: Callable[[], None]) -> Iterator[bytes]:
-    """What makes up the message when put together; no piece is larger than one chunk or tensor."""
-    yield _serialized(_settings(examples, forward_only))
-    for index, datum in enumerate(examples.data):
-        try:
-            parts = list(_with_pauses(_parts(datum), pause))
-        except ValueError as error:
-            raise _inside(f"data[{index}]", error) from None
-        yield _DATA_TAG + _varint(sum(map(len, parts)))
-        yield from parts
+def _framed(field_number: int, *content: Piece) -> list[Piece]:
+    """A field that holds these pieces, one after the other."""
+    return [_head(field_number, sum(map(len, content))), *content]
 
 
-_DATA_TAG = bytes([pb.ForwardBackwardRequest.DATA_FIELD_NUMBER << 3 | 2])  # 2: a length and so many bytes follow
+@lru_cache(maxsize=4096)  # examples of a batch are often of the same length
+def _head(field_number: int, size: int) -> bytes:
+    """What comes before the bytes of a field: its number, and how many they are."""
+    head = bytearray([field_number << 3 | 2])
+    while size > 0x7F:
+        head.append(size & 0x7F | 0x80)
+        size >>= 7
+    head.append(size)
+    return bytes(head)
 
 
-def _varint(number: int) -> bytes:
-    low, rest = number & 0x7F, number >> 7
-    return bytes([low | 0x80]) + _varint(rest) if rest else bytes([low])
-
-
-def _parts(datum: Datum) -> Iterator[bytes]:
+def _parts(datum: Datum) -> Iterator[Piece]:
     """Messages that parse as one datum when put together: protobuf appends repeated fields."""
     for chunk in datum.model_input.chunks:
-        message = pb.Datum()
-        _write_chunk(message.model_input.add(), chunk)
-        yield _serialized(message)
+        yield from _framed(pb.Datum.MODEL_INPUT_FIELD_NUMBER, *_chunk_pieces(chunk))
     for name, tensor in datum.loss_fn_inputs.items():
-        message = pb.Datum()
-        _write_tensor(message.loss_fn_inputs[name], tensor)
-        yield _serialized(message)
+        key, value = _framed(1, name.encode()), _framed(2, *_tensor_pieces(tensor))  # as every map in protobuf
+        yield from _framed(pb.Datum.LOSS_FN_INPUTS_FIELD_NUMBER, *key, *value)
     if datum.model_input_spans is not None or datum.loss_fn_input_spans is not None:
         yield _serialized(_provenance(datum))
+
+
+def _chunk_pieces(chunk: ModelInputChunk) -> list[Piece]:
+    if isinstance(chunk, EncodedTextChunk):
+        tokens = _framed(pb.EncodedTextChunk.TOKENS_FIELD_NUMBER, chunk.packed)
+        return _framed(pb.Chunk.ENCODED_TEXT_FIELD_NUMBER, *tokens)
+    message = pb.Chunk()
+    _write_chunk(message, chunk)
+    return [_serialized(message)]
+
+
+def _tensor_pieces(tensor: TensorData) -> list[Piece]:
+    message = pb.Tensor()
+    if tensor.csr is not None:
+        _write_tensor(message, tensor)
+        return [_serialized(message)]
+    _write_type(message, tensor)
+    values = tensor.values.astype(_STORED[message.dtype], order="C", copy=False).reshape(-1)
+    return [_serialized(message), *_framed(pb.Tensor.DENSE_FIELD_NUMBER, values.view(np.uint8).data)]
 
 
 def _provenance(datum: Datum) -> pb.Datum:
@@ -172,9 +188,7 @@ def _settings(examples: ForwardBackwardInput, forward_only: bool) -> pb.ForwardB
 
 
 def _write_chunk(message: pb.Chunk, chunk: ModelInputChunk) -> None:
-    if isinstance(chunk, EncodedTextChunk):
-        message.encoded_text.tokens = _packed_tokens(chunk.tokens)
-    elif isinstance(chunk, ImageChunk):
+    if isinstance(chunk, ImageChunk):
         message.image.data = chunk.data
         message.image.format = chunk.format
         if chunk.expected_tokens is not None:
@@ -190,38 +204,21 @@ def _write_chunk(message: pb.Chunk, chunk: ModelInputChunk) -> None:
         )
 
 
-_TOKEN_RUN = 4096
-"""Packed at once: `struct` takes every token as an argument, which for long inputs is slow in one go."""
-
-
-def _packed_tokens(tokens: Sequence[int]) -> bytes:
-    if len(tokens) > _TOKEN_RUN:
-        starts = range(0, len(tokens), _TOKEN_RUN)
-        return b"".join(_packed_tokens(tokens[start : start + _TOKEN_RUN]) for start in starts)
-    try:
-        return struct.pack(f"<{len(tokens)}i", *tokens)  # twice as fast as numpy for a list
-    except struct.error:
-        culprit = next(token for token in tokens if not _is_int32(token))
-        raise InvalidInputError(
-            f"{culprit!r} is not a token id: those are integers of 32 bits.", field="tokens", value=culprit
-        ) from None
-
-
-def _is_int32(token: object) -> bool:
-    return isinstance(token, int | np.integer) and -(2**31) <= int(token) < 2**31
-
-
 def _write_tensor(message: pb.Tensor, tensor: TensorData) -> None:
-    values, csr = tensor.values, tensor.csr
-    message.dtype = dtype = _DTYPES[tensor.dtype]
-    if tensor.shape is not None or values.ndim > 1:
-        message.shape.extend(values.shape if tensor.shape is None else tensor.shape)
+    values, csr, dtype = tensor.values, tensor.csr, _DTYPES[tensor.dtype]
+    _write_type(message, tensor)
     if csr is None:
         message.dense = _packed(values, dtype)
     else:
         message.sparse_csr.values = _packed(values, dtype)
         message.sparse_csr.crow_indices = _packed(csr.crow, pb.DTYPE_INT64)
         message.sparse_csr.col_indices = _packed(csr.col, pb.DTYPE_INT64)
+
+
+def _write_type(message: pb.Tensor, tensor: TensorData) -> None:
+    message.dtype = _DTYPES[tensor.dtype]
+    if tensor.shape is not None or tensor.values.ndim > 1:
+        message.shape.extend(tensor.values.shape if tensor.shape is None else tensor.shape)
 
 
 def _write_span(message: pb.ProvenanceSpan, span: PromptProvenanceSpan | SampledProvenanceSpan) -> None:

@@ -38,7 +38,7 @@ class OpenFrame:
         return b"".join((magic, bytes([_CONTENT_SIZE_OF_8_BYTES]), window, length, blocks, last_block, end))
 
 
-def open_frame(pieces: Iterable[bytes]) -> OpenFrame:
+def open_frame(pieces: Iterable[bytes | memoryview]) -> OpenFrame:
     """Compress at the default level, piece by piece."""
     try:
         import zstandard
