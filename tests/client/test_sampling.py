@@ -23,7 +23,7 @@ import tinsmith
 from tests.support.probes import loop_lag
 from tests.support.server import FOREVER, FakeServer, Reply
 from tinsmith import types
-from tinsmith.client import sampling
+from tinsmith.client import samples
 from tinsmith.client import session as sessions
 from tinsmith.client.config import Config
 from tinsmith.errors import InvalidInputError, InvalidTypeError
@@ -374,7 +374,7 @@ def test_queued_samples_hold_no_task_and_no_request(server: FakeServer) -> None:
     before = len(tasks)
     futures = [client.sample(PROMPT, 1, PARAMS) for _ in range(500)]
     server.wait_for("asample", 3)
-    until(lambda: len(client._lane._waiting) == 497)
+    until(lambda: len(client._queue.lane._waiting) == 497)
     assert len(tasks) - before <= 2 * 3  # one for the sample, one for the request on its way
     server.release()
     for future in futures:
@@ -391,7 +391,7 @@ def test_a_limit_of_the_user_counts_and_the_server_may_lower_it(caplog: pytest.L
         silent = sampling_client(server)
         for client in (modest, greedy, silent):
             client.sample(PROMPT, 1, PARAMS).result(10)
-        assert [client._lane.max_unfinished for client in (modest, greedy, silent)] == [2, 5, 5]
+        assert [client._queue.lane.max_unfinished for client in (modest, greedy, silent)] == [2, 5, 5]
     assert "max_connections is 100; the server allows 5." in caplog.text
     assert caplog.text.count("the server allows") == 1
 
@@ -403,7 +403,7 @@ def test_a_large_prompt_is_encoded_and_its_result_read_off_the_loop(
     on_loop: dict[str, list[bool]] = {"_encode": [], "_prompt_logprobs": []}
 
     def watch(name: str) -> Any:
-        real = getattr(sampling, name)
+        real = getattr(samples, name)
 
         def watched(*args: Any) -> Any:
             on_loop[name].append(client._connection.loop.is_current_thread())
@@ -412,7 +412,7 @@ def test_a_large_prompt_is_encoded_and_its_result_read_off_the_loop(
         return watched
 
     for name in on_loop:
-        monkeypatch.setattr(sampling, name, watch(name))
+        monkeypatch.setattr(samples, name, watch(name))
     client.compute_logprobs(PROMPT).result(10)
     large = types.ModelInput.from_ints(list(range(1, 1000)) * 100)
     assert len(client.compute_logprobs(large).result(30)) == 99_900
@@ -528,7 +528,7 @@ def test_copies_use_numbers_of_their_own(server: FakeServer) -> None:
             each.sample(PROMPT, 1, PARAMS).result(10)
     used = numbers(server)
     assert len(set(used)) == 6
-    assert len({number // sampling.NUMBERS_PER_CLONE for number in used}) == 3
+    assert len({number // samples.NUMBERS_PER_CLONE for number in used}) == 3
     assert used[:2] == [0, 1]
 
 
@@ -548,7 +548,7 @@ def test_the_server_gives_out_the_numbers_of_copies_if_it_wants_to() -> None:
             future.result(10)
         client.sample(PROMPT, 1, PARAMS).result(10)
         assert len(server.received("join_sampling_session")) == 1
-        assert sorted(numbers(server)) == [0, *(sampling.NUMBERS_PER_CLONE + index for index in range(5))]
+        assert sorted(numbers(server)) == [0, *(samples.NUMBERS_PER_CLONE + index for index in range(5))]
 
 
 def test_a_pickled_client_works_and_carries_no_key(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -561,7 +561,7 @@ def test_a_pickled_client_works_and_carries_no_key(server: FakeServer, monkeypat
     assert loaded.get_base_model() == "tiny/model-1"
     (request,) = server.received("asample")
     assert request.headers["x-api-key"] == "tml-of-the-other-process"
-    assert request.json()["seq_id"] >= sampling.NUMBERS_PER_CLONE
+    assert request.json()["seq_id"] >= samples.NUMBERS_PER_CLONE
 
 
 def test_a_handle_works_and_carries_no_key(server: FakeServer) -> None:

@@ -15,7 +15,7 @@ import pytest
 import tinsmith
 from tests.support.server import FOREVER, Drop, FakeServer, HalfBody, Hang, Html, Recorded, Reply
 from tinsmith import types
-from tinsmith.client import limits, sampling
+from tinsmith.client import limits, samples
 from tinsmith.client.config import Config
 
 PROMPT = types.ModelInput.from_ints([1, 2, 3])
@@ -55,8 +55,8 @@ def is_idle(client: tinsmith.SamplingClient) -> bool:
         account.pending._taken == 0
         and account.sample_gate._submitting == 0
         and account.sample_gate._bytes_submitting == 0
-        and client._lane._unfinished == 0
-        and not client._resting
+        and client._queue.lane._unfinished == 0
+        and not client._queue.resting
     )
 
 
@@ -105,7 +105,7 @@ def test_all_clients_of_the_account_wait_when_one_is_turned_away(server: FakeSer
 
 @pytest.mark.parametrize(
     ("tokens", "seconds"),
-    [(3, sampling.BACKOFF_SECONDS), (20_000, sampling.LARGE_PROMPT_BACKOFF_SECONDS)],
+    [(3, samples.BACKOFF_SECONDS), (20_000, samples.LARGE_PROMPT_BACKOFF_SECONDS)],
 )
 def test_without_a_word_of_the_server_small_and_large_prompts_wait_for_different_times(
     server: FakeServer, tokens: int, seconds: float
@@ -287,7 +287,7 @@ def test_a_lost_result_is_asked_for_again_under_a_new_number(server: FakeServer)
 
 
 def test_a_server_that_loses_every_result_is_given_up(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling, "MAX_REDONE", 3)
+    monkeypatch.setattr(samples, "MAX_REDONE", 3)
     client = sampling_client(server)
     server.script("retrieve_future", Reply(410, json={"detail": "expired"}), times=FOREVER)
     with pytest.raises(tinsmith.RequestExpiredError):
@@ -380,7 +380,7 @@ def test_cancelling_one_that_rests_frees_its_place_at_once(server: FakeServer) -
     client = sampling_client(server, config)
     server.script("asample", Reply(503, json={}))
     doomed = client.sample(PROMPT, 1, PARAMS)
-    until(lambda: bool(client._resting))
+    until(lambda: bool(client._queue.resting))
     doomed.cancel()
     with pytest.raises(CancelledError):
         doomed.result(10)
@@ -451,7 +451,7 @@ def test_closing_ends_resting_samples(server: FakeServer) -> None:
     client = service.create_sampling_client(None, "tiny/model-1", config)
     server.script("asample", Reply(503, json={}), times=FOREVER)
     futures = [client.sample(PROMPT, 1, PARAMS) for _ in range(5)]
-    until(lambda: len(client._resting) == 5)
+    until(lambda: len(client._queue.resting) == 5)
     service.close("success")
     expect_closed(futures)
     until(lambda: is_idle(client))
