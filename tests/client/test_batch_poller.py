@@ -114,7 +114,7 @@ def test_a_completion_that_comes_before_the_acknowledgement_is_not_lost(server: 
     completions = [{"state": "finished", "request_id": early}]
     server.script("retrieve_futures", Reply(json={"completions": completions, "cursor": 0}))
     server.cut_connections()  # the poll in progress is repeated and meets the script
-    poller = client._poller
+    poller = client._queue._poller
     assert poller is not None
     until(lambda: early in poller._early)
     server.release()
@@ -126,7 +126,7 @@ def test_completions_that_nobody_wants_do_not_pile_up(server: FakeServer, monkey
     monkeypatch.setattr(batch_poller, "MAX_EARLY", 3)
     client = sampling_client(server)
     client.sample(PROMPT, 1, PARAMS).result(10)
-    poller = client._poller
+    poller = client._queue._poller
     assert poller is not None
     unwanted = [types.FutureFinished(state="finished", request_id=f"r-{index}") for index in range(10)]
     poller._note(types.FuturesRetrieveResponse(completions=unwanted, cursor=11))
@@ -195,7 +195,7 @@ def test_nobody_waiting_means_no_polling(server: FakeServer) -> None:
     server.settings.long_poll = 0.05
     client = sampling_client(server)
     client.sample(PROMPT, 1, PARAMS).result(10)
-    poller = client._poller
+    poller = client._queue._poller
     assert poller is not None
     until(lambda: poller._task is None)
     polls = len(server.received("retrieve_futures"))
@@ -208,7 +208,7 @@ def test_a_cancelled_sample_leaves_no_waiter_behind(server: FakeServer) -> None:
     server.hold("asample")
     futures = [client.sample(PROMPT, 1, PARAMS) for _ in range(5)]
     server.wait_for("retrieve_futures")
-    poller = client._poller
+    poller = client._queue._poller
     assert poller is not None
     until(lambda: len(poller._waiters) == 5)
     for future in futures:
@@ -237,7 +237,7 @@ def test_only_the_limit_of_the_user_counts(server: FakeServer) -> None:
     modest = sampling_client(server, tinsmith.RetryConfig(max_connections=2))
     for each in (client, modest):
         each.sample(PROMPT, 1, PARAMS).result(10)
-    assert [client._lane.max_unfinished, modest._lane.max_unfinished] == [None, 2]
+    assert [client._queue.lane.max_unfinished, modest._queue.lane.max_unfinished] == [None, 2]
 
 
 class FailingConnection:

@@ -400,7 +400,7 @@ def test_a_large_prompt_is_encoded_and_its_result_read_off_the_loop(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = sampling_client(server)
-    on_loop: dict[str, list[bool]] = {"_encode": [], "_prompt_logprobs": []}
+    on_loop: dict[str, list[bool]] = {"_encode": [], "_check_answered": []}
 
     def watch(name: str) -> Any:
         real = getattr(samples, name)
@@ -416,7 +416,7 @@ def test_a_large_prompt_is_encoded_and_its_result_read_off_the_loop(
     client.compute_logprobs(PROMPT).result(10)
     large = types.ModelInput.from_ints(list(range(1, 1000)) * 100)
     assert len(client.compute_logprobs(large).result(30)) == 99_900
-    assert on_loop == {"_encode": [True, False], "_prompt_logprobs": [True, False]}
+    assert on_loop == {"_encode": [True, False], "_check_answered": [True, False]}
 
 
 # Cancelling
