@@ -53,6 +53,16 @@ def test_rows_of_adapters_of_different_rank_and_of_none_mix_in_one_batch() -> No
     torch.testing.assert_close(linear(X, WEIGHT, BIAS, rows(*made), "layer"), expected(*made))
 
 
+def test_a_live_adapter_full_of_nan_leaves_the_rows_of_others_alone() -> None:
+    broken, *others = adapters(trained=True)
+    broken.sites["layer"].a.fill_(float("nan"))
+    broken.sites["layer"].b[0].fill_(float("nan"))
+    with torch.no_grad():
+        y = linear(X, WEIGHT, BIAS, rows(broken, *others), "layer")
+    assert y[:4].isnan().any()
+    torch.testing.assert_close(y[4:], expected(broken, *others)[4:])
+
+
 def test_the_stacked_product_equals_the_loop() -> None:
     lora = rows(*adapters())
     placed = lora.at("layer")

@@ -104,11 +104,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraRows | None
     """The frozen layer for all rows, plus what each adapter adds to its own: [T, in] -> [T, out]."""
     if lora is None or not (at := lora.at(name)):
         return torch.nn.functional.linear(x, weight, bias)
-    if torch.is_grad_enabled() and at[0][2].grad_a is not None:
+    is_live = at[0][2].grad_a is not None
+    if torch.is_grad_enabled() and is_live:
         y: Tensor = _LoraLinear.apply(x, _RECORDED, weight, bias, at)
         return y
     y = torch.nn.functional.linear(x, weight, bias)
-    if _is_small(x, at):
+    # Frozen adapters were found finite. In one product a NaN of a live one would spread: zero times NaN is NaN.
+    if not is_live and _is_small(x, at):
         stack = lora.stack(name)
         add_stacked(y, x, stack, lora.mask(x.shape[0], stack, at))
     else:
