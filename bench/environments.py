@@ -17,12 +17,14 @@ FOLDER = ROOT / ".bench"
 OURS = ("--editable", str(ROOT))
 OFFICIAL = ("tinker==0.36.0",)
 TORCH = ("--constraint", str(ROOT / "constraints-cpu.txt"), "torch")
+SKYRL = ("skyrl[tinker,jax]==0.3.0", "uv", *TORCH)
 
 REQUIREMENTS = {
     "plain": OURS,
     "plain-torch": (*OURS, *TORCH),
     "official": OFFICIAL,
     "official-torch": (*OFFICIAL, *TORCH),
+    "skyrl": SKYRL,
 }
 
 

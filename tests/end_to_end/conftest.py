@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import cache
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.compat.runner import Runner
+from tests.end_to_end.environments import environment
 from tests.end_to_end.serving import ServerProcess
 from tests.support.tiny_tokenizer import byte_level_bpe
 
@@ -80,22 +78,9 @@ def either(request: pytest.FixtureRequest) -> RunScript:
 @pytest.fixture(scope="session")
 def oldest(server: ServerProcess) -> Iterator[RunScript]:
     """Runs a script with the oldest official client we serve, the newest that speaks JSON only."""
-    with closing(_runner("tinker", _environment(OLDEST_CLIENT))) as runner:
+    with closing(_runner("tinker", environment(OLDEST_CLIENT))) as runner:
         yield cache(lambda name: runner.run(name, server.url))
 
 
 def _runner(package: str, python: Path | str = sys.executable) -> Runner:
     return Runner(package, SCRIPTS, python=python, timeout=90)
-
-
-def _environment(requirement: str) -> Path:
-    """The interpreter of an environment that holds this package and what it needs; made once, then found again."""
-    cache_folder = Path(os.environ.get("TINSMITH_TEST_CACHE") or Path(tempfile.gettempdir()) / "tinsmith-test-cache")
-    folder = cache_folder / f"{requirement.replace('==', '-')}-py{sys.version_info.major}{sys.version_info.minor}"
-    python = folder / "bin" / "python"
-    whole = folder / "whole"
-    if not whole.exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-        subprocess.run([python, "-m", "pip", "install", "--quiet", requirement], check=True, timeout=600)
-        whole.touch()
-    return python

@@ -12,7 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, Self
 
@@ -20,7 +20,8 @@ KEY, OTHER_KEY = "tml-compat", "tml-somebody-else"
 START_SECONDS = 90.0
 STOP_SECONDS = 45.0
 _READY = re.compile(r"Tinsmith is ready at (http://\S+)")
-_COMMAND = Path(sys.executable).with_name("tinsmith")
+COMMAND = Path(sys.executable).with_name("tinsmith")
+_ROOT = Path(__file__).parents[2]
 
 
 class Answer(NamedTuple):
@@ -34,9 +35,13 @@ class Answer(NamedTuple):
 class ServerProcess:
     """Started by `with`; ended with SIGTERM, and then nothing of it is left."""
 
-    def __init__(self, state: Path, models: Mapping[str, Path]) -> None:
+    def __init__(
+        self, state: Path, models: Mapping[str, Path], *options: str, command: Sequence[str | Path] = (COMMAND,)
+    ) -> None:
         self.state = state
         self._models = models
+        self._options = options
+        self._command = command
         self._port = 0
 
     def __enter__(self) -> Self:
@@ -51,10 +56,11 @@ class ServerProcess:
         self.state.mkdir(parents=True, exist_ok=True)
         options = [f"--model={name}={folder}" for name, folder in self._models.items()]
         options += [f"--api-key={key}" for key in (KEY, OTHER_KEY)]
-        options += [f"--port={self._port}", f"--state={self.state}", "--dtype=float32"]
+        options += [f"--port={self._port}", f"--state={self.state}", "--dtype=float32", *self._options]
         with (self.state / "server.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [_COMMAND, "serve", *options],
+                [*self._command, "serve", *options],
+                cwd=_ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -69,7 +69,7 @@ REFUSED = {
     "every_tensor": "not an input of the loss cross_entropy",
     "dimuon": "'dimuon', an optimizer whose formula is not public",
     "images_and_audio": "takes text only",
-    "save_and_load": "age_encryption_recipients is not offered",
+    "save_and_load": "age_encryption_recipients holds",
 }
 """What this server does not offer, and what it says about it."""
 

@@ -17,6 +17,7 @@ from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store.records import Sampler
 
 PATH = "tinker://run:train:0/sampler_weights/final"
@@ -31,17 +32,19 @@ def engine(tiny_folder: Path) -> Engine:
 def weights(engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SamplingWeights:
     """Room for two."""
     monkeypatch.setattr(sampling_weights, "MAX_IN_MEMORY", 2)
-    return SamplingWeights(engine, CheckpointFolders(tmp_path / "checkpoints"), tmp_path / "samplers")
+    return SamplingWeights(engine, CheckpointFolders(tmp_path / "checkpoints"), SpilledWeights(tmp_path / "samplers"))
 
 
 def sampler(number: int, **source: Any) -> Sampler:
-    made: dict[str, Any] = {"model_path": None, "model_id": None, "model_seq_id": None, **source}
+    made: dict[str, Any] = {"model_path": None, "saved_by": None, "model_id": None, "model_seq_id": None, **source}
     return Sampler(
         sampler_id=f"s:sample:{number}",
         session_id="s",
         owner="ann",
         base_model="tiny",
         created=datetime(2030, 1, 1, tzinfo=UTC),
+        removed=None,
+        session_state="active",
         **made,
     )
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
-from tinsmith.server import supervise
+from tinsmith.errors import ConfigError
+from tinsmith.server import keeper
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelSource
 from tinsmith.server.store import Store
-from tinsmith.server.store.records import Lora, NewJob, NewModel
+from tinsmith.server.store.records import Done, Expired, Failed, Lora, NewJob, NewModel, Outcome
 from tinsmith.server.supervise import WorkerProcesses
 
 BASE = "tiny"
@@ -24,19 +27,21 @@ LOOSE_SECONDS = 60.0
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
 
 
 @asynccontextmanager
-async def processes(state: Path, folder: Path) -> AsyncIterator[WorkerProcesses]:
+async def processes(state: Path, folder: Path, **more: Path) -> AsyncIterator[WorkerProcesses]:
     config = ServerConfig(models=(ModelSource(BASE, str(folder)),), state=state, dtype="float32")
-    workers = WorkerProcesses(config, {BASE: folder})
+    store = Store(config.database_url)
+    workers = WorkerProcesses(config, {BASE: folder, **more}, store)
     await workers.start()
     try:
         yield workers
     finally:
         await asyncio.wait_for(workers.stop(), LOOSE_SECONDS)
         assert children() == []
+        store.close()
 
 
 def children() -> list[int]:
@@ -50,18 +55,18 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 2 * LOOSE_SECONDS))  # type: ignore[arg-type]
 
 
-def create_model(store: Store, number: int) -> str:
+def create_model(store: Store, number: int, base_model: str = BASE) -> str:
     model_id = f"s:train:{number}"
     job = NewJob(
         kind="create_model",
         owner="ann",
         payload=b"{}",
         session_id="s",
-        base_model=BASE,
+        base_model=base_model,
         model_id=model_id,
         seq_id=0,
     )
-    model = NewModel(model_id=model_id, owner="ann", base_model=BASE, lora=Lora(rank=1), optimizer_config={})
+    model = NewModel(model_id=model_id, owner="ann", base_model=base_model, lora=Lora(rank=1), optimizer_config={})
     return store.jobs.enqueue(job, model=model).request_id
 
 
@@ -137,3 +142,61 @@ def test_a_worker_that_cannot_be_started_is_tried_again(
             assert failed
 
     run(scenario)
+
+
+@pytest.fixture
+def broken_folder(tmp_path: Path, tiny_folder: Path) -> Path:
+    """A model that lacks a tensor, which shows only when all of it is loaded."""
+    folder = Path(shutil.copytree(tiny_folder, tmp_path / "broken"))
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+async def outcome(store: Store, request_id: str) -> Outcome | Expired:
+    while True:
+        found = store.results.statuses([request_id])[request_id].outcome
+        if found is not None:
+            return found
+        await asyncio.sleep(0.01)
+
+
+def test_a_model_that_cannot_be_loaded_is_given_up_and_the_other_is_served(
+    tmp_path: Path, tiny_folder: Path, broken_folder: Path
+) -> None:
+    async def scenario() -> None:
+        store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+        early = create_model(store, 0, "broken")
+        async with processes(tmp_path, tiny_folder, broken=broken_folder) as workers:
+            await workers.ready()
+            assert (workers.is_ready(BASE), workers.problem(BASE)) == (True, None)
+            assert not workers.is_ready("broken")
+            problem = workers.problem("broken")
+            assert problem is not None
+            assert problem.startswith("The base model 'broken' cannot be loaded: ")
+            assert "has no tensor model.layers.1.mlp.down_proj.weight" in problem
+            late, good = create_model(store, 1, "broken"), create_model(store, 2)
+            for base_model in ("broken", BASE):
+                workers.wake(base_model)
+            assert await outcome(store, early) == await outcome(store, late) == Failed(error=problem, category="server")
+            assert isinstance(await outcome(store, good), Done)
+        store.close()
+
+    run(scenario)
+
+
+def test_a_worker_that_never_becomes_ready_is_started_ever_more_slowly_and_then_given_up(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "WORKER_MODULE", "this")  # prints some lines and ends
+    monkeypatch.setattr(keeper, "MAX_PAUSE_SECONDS", 0.03)
+
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            with pytest.raises(ConfigError, match="cannot be loaded: its process ended with exit status 0"):
+                await workers.ready()
+
+    run(scenario)
+    pauses = [record.args[-1] for record in caplog.records if "starting it again" in record.msg and record.args]
+    assert pauses == [0.01, 0.02, 0.03, 0.03]

@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,10 +26,12 @@ from tinsmith.server.auth import Authority, Caller
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.recent import Recent
 from tinsmith.server.routes import ENDPOINTS
 from tinsmith.server.routes._call import Call, Endpoint, Services, reply_plain, status_error
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
+from tinsmith.server.tidying import Tidying
 from tinsmith.server.waiting import Waiting, Workers
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ T = TypeVar("T")
 
 _STORE_THREADS = 8
 _DECODE_THREADS = 2
-_TIDY_SECONDS = 60.0
+_IN_USE_SECONDS = 5.0
 _NOBODY = Caller("")
 _CLIENT_GONE = 499
 
@@ -86,6 +87,8 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         intake=Intake(in_thread(store.jobs.enqueue_many)),
         storing=storing,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
+        models_in_use=Recent(_IN_USE_SECONDS),
+        samplers_in_use=Recent(_IN_USE_SECONDS),
     )
 
 
@@ -100,7 +103,15 @@ def _limited(facts: ModelFacts, max_context: int | None) -> ModelFacts:
 async def _lifespan(services: Services) -> AsyncIterator[None]:
     services.workers.on_done(services.waiting.notice)
     await services.workers.start()
-    beside = [asyncio.create_task(services.waiting.run()), asyncio.create_task(_tidy_regularly(services))]
+    tidying = Tidying(
+        services.config,
+        services.store,
+        services.folders,
+        services.waiting,
+        services.workers,
+        services.samplers_in_use,
+    )
+    beside = [asyncio.create_task(services.waiting.run()), asyncio.create_task(tidying.run(services.storing))]
     try:
         yield
     finally:
@@ -111,24 +122,6 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
         await services.workers.stop()
         services.storing.shutdown()
         services.decoding.shutdown()
-
-
-async def _tidy_regularly(services: Services) -> None:
-    while True:
-        try:
-            await asyncio.get_running_loop().run_in_executor(services.storing, _tidy, services)
-        except Exception:
-            log.exception("could not remove what has expired")
-        await asyncio.sleep(_TIDY_SECONDS)
-
-
-def _tidy(services: Services) -> None:
-    """Remove results and checkpoints that were kept long enough."""
-    store = services.store
-    store.results.expire(datetime.now(UTC) - timedelta(seconds=services.config.result_ttl_seconds))
-    for checkpoint in store.checkpoints.expired():
-        services.folders.delete(checkpoint.key.tinker_path)
-        store.checkpoints.delete(checkpoint.key, checkpoint.owner)
 
 
 # --- one request -----------------------------------------------------------------------------------------------------

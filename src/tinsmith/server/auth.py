@@ -6,6 +6,7 @@ import base64
 import contextlib
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import time
@@ -17,16 +18,17 @@ import msgspec
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.recent import Recent
 from tinsmith.server.store import LOCAL_OWNER, Store
 from tinsmith.server.store.records import ApiKey
+
+log = logging.getLogger(__name__)
 
 TOKEN_SECONDS = 3600
 """Clients renew a token five minutes before it ends, so it must last much longer than that."""
 
 _REMEMBER_SECONDS = 5.0
 """How long a checked key is taken for good: a revoked one may work so much longer."""
-
-_MAX_REMEMBERED = 10_000
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -80,6 +82,8 @@ class Authority:
         self._store = store
         self._now = now
         for number, key in enumerate(config.api_keys, start=1):
+            if not key.startswith("tml-"):
+                log.warning("API key %d does not start with 'tml-': clients refuse to send it.", number)
             store.keys.register(key, f"configured-{number}")
         self._needs_key = bool(store.keys.all()) or not config.is_loopback
         if not store.keys.all() and not config.is_loopback:
@@ -87,14 +91,13 @@ class Authority:
                 f"Without an API key, everybody who reaches {config.host} could use this server. Choose a key and pass "
                 "it with --api-key (it must start with 'tml-'), or bind to 127.0.0.1."
             )
-        self._remembered: dict[str, tuple[float, Caller | None]] = {}
+        self._remembered: Recent[str, Caller] = Recent(_REMEMBER_SECONDS, now)
 
     def recall(self, credential: str) -> Caller | None:
         """The caller, if this credential was checked a moment ago or nothing needs to be checked."""
         if not self._needs_key:
             return Caller(LOCAL_OWNER)
-        until, caller = self._remembered.get(_digest(credential), (0.0, None))
-        return caller if self._now() < until else None
+        return self._remembered.get(_digest(credential))
 
     def identify(self, credential: str) -> Caller | None:
         """The caller, looked up in the store; `None` if the credential is no good."""
@@ -102,9 +105,7 @@ class Authority:
             return Caller(LOCAL_OWNER)
         caller = self._by_token(credential) if credential.startswith("eyJ") else self._by_key(credential)
         if caller is not None:
-            if len(self._remembered) >= _MAX_REMEMBERED:
-                self._remembered.clear()
-            self._remembered[_digest(credential)] = (self._now() + _REMEMBER_SECONDS, caller)
+            self._remembered.put(_digest(credential), caller)
         return caller
 
     def token_for(self, caller: Caller) -> str:

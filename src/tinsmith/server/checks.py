@@ -15,6 +15,7 @@ import numpy as np
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.store.records import Sampler
 from tinsmith.types import (
     AdamParams,
     CreateCustomLossRequest,
@@ -303,6 +304,18 @@ def check_custom_loss(request: CreateCustomLossRequest) -> None:
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------
+
+
+def check_sampler(sampler: Sampler) -> None:
+    """A sampling session can be gone for good, which is no reason for its client to try again for ever."""
+    if sampler.session_state == "cancelled":
+        raise refuse("sampling_session_id", "belongs to a session that ended in silence; make a new sampling client")
+    if sampler.removed is not None:
+        raise refuse(
+            "sampling_session_id",
+            "has no weights any more: a copy of a model is kept until its session ends, or was not used for long. Save "
+            "weights under a name to keep them, and make a new sampling client",
+        )
 
 
 def check_sampling(request: SampleRequest, facts: ModelFacts) -> int:

@@ -29,7 +29,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """A database URL; empty means a SQLite file in the state folder."""
 
     api_keys: tuple[str, ...] = ()
-    """Keys accepted besides those made with `tinsmith key create`."""
+    """Keys accepted besides those in the database."""
 
     token_exchange: bool = False
     """Whether clients swap their key for a short-lived token first."""
@@ -48,6 +48,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     result_ttl_seconds: int = 24 * 3600
     """How long the result of an operation can be fetched."""
+
+    session_timeout_seconds: int = 600
+    """How long a session goes on whose client sends no heartbeat. Clients send one every ten seconds."""
+
+    idle_seconds: int = 7 * 24 * 3600
+    """How long things are kept that nobody uses: a model of a session that has ended, and weights that a sampler has
+    copied from a model. Those of an ended session are not kept at all; checkpoints are not affected."""
 
     long_poll_seconds: float = 25.0
     """How long a request for a result waits for it. Clients give up after 45 s."""
@@ -78,6 +85,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checkpoints(self) -> Path:
         return self.state / "checkpoints"
+
+    @property
+    def snapshots(self) -> Path:
+        """The folder of models in training as they were a moment ago."""
+        return self.state / "snapshots"
+
+    @property
+    def samplers(self) -> Path:
+        """The folder of weights that samplers have copied from models and that did not fit into memory."""
+        return self.state / "samplers"
 
     @property
     def is_loopback(self) -> bool:

@@ -6,27 +6,34 @@ those that no checkpoint holds are written to a file first.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Collection
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
 from tinsmith.server.engine.engine import Engine
+from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store.records import Sampler
+
+log = logging.getLogger(__name__)
 
 MAX_IN_MEMORY = 32
 
 
 class SamplingWeights:
-    def __init__(self, engine: Engine, folders: CheckpointFolders, spill: Path) -> None:
+    def __init__(self, engine: Engine, folders: CheckpointFolders, spilled: SpilledWeights) -> None:
         self._engine = engine
         self._folders = folders
-        self._spill = spill
+        self._spilled = spilled
         self._frozen: OrderedDict[str, FrozenAdapter] = OrderedDict()
         self._unsaved: set[str] = set()
+
+    def __contains__(self, sampler_id: str) -> bool:
+        """Whether they are in memory."""
+        return sampler_id in self._frozen
 
     def keep(self, sampler_id: str, frozen: FrozenAdapter) -> None:
         """Weights that exist nowhere else."""
@@ -38,17 +45,18 @@ class SamplingWeights:
         if sampler.model_path is None and sampler.model_id is None:
             return None
         if sampler.sampler_id not in self._frozen:
-            self._add(sampler.sampler_id, self._found(sampler, rebuild))
+            self._find(sampler, rebuild)
         self._frozen.move_to_end(sampler.sampler_id)
         return self._frozen[sampler.sampler_id]
 
-    def _found(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> FrozenAdapter:
+    def _find(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> None:
+        spilled = self._spilled.path(sampler.sampler_id)
         if sampler.model_path is not None:
-            return self._from_checkpoint(sampler.model_path)
-        spilled = self._spill_file(sampler.sampler_id)
-        if spilled.exists():
-            return adapter_files.read_frozen(spilled, self._engine.model)
-        return rebuild(sampler).frozen_copy()
+            self._add(sampler.sampler_id, self._from_checkpoint(sampler.model_path))
+        elif spilled.exists():
+            self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
+        else:
+            self.keep(sampler.sampler_id, rebuild(sampler).frozen_copy())
 
     def _from_checkpoint(self, path: str) -> FrozenAdapter:
         if not self._folders.exists(path):
@@ -63,9 +71,19 @@ class SamplingWeights:
         while len(self._frozen) > MAX_IN_MEMORY:
             evicted, weights = self._frozen.popitem(last=False)
             if evicted in self._unsaved:
-                self._spill.mkdir(parents=True, exist_ok=True)
-                adapter_files.write_frozen(self._spill_file(evicted), weights)
-                self._unsaved.discard(evicted)
+                self._write(evicted, weights)
 
-    def _spill_file(self, sampler_id: str) -> Path:
-        return self._spill / f"{sampler_id.replace(':', '_')}.safetensors"
+    def save(self, sampler_ids: Collection[str]) -> bool:
+        """Whether all of these are on the disk now. Those that are not in memory cannot be written."""
+        for sampler_id in self._unsaved.intersection(sampler_ids):
+            self._write(sampler_id, self._frozen[sampler_id])
+        return all(self._spilled.path(sampler_id).exists() for sampler_id in sampler_ids)
+
+    def _write(self, sampler_id: str, weights: FrozenAdapter) -> None:
+        """If the disk is full, say, they will have to be made again."""
+        self._unsaved.discard(sampler_id)
+        try:
+            with self._spilled.writing(sampler_id) as file:
+                adapter_files.write_frozen(file, weights)
+        except OSError:
+            log.exception("could not write the weights of %s", sampler_id)

@@ -7,6 +7,7 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
+from tinsmith.errors import ConfigError
 from tinsmith.server.app import drain
 
 _BACKLOG = 2048
@@ -36,6 +37,13 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((host, port))
-    listener.listen(_BACKLOG)
+    try:
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or error
+        raise ConfigError(
+            f"Cannot listen on {host}, port {port}: {reason}. Choose others with --host and --port."
+        ) from error
     return listener

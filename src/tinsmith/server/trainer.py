@@ -1,8 +1,4 @@
-"""Carries out training jobs: the live models of one base model, and what each kind of job does to them.
-
-A model that is not in memory (the worker was restarted, say) is rebuilt from its history: the operations that were done
-are done again, in order, from the adapter's seeded beginning.
-"""
+"""Carries out training jobs: what each kind of job does to the live models of a base model."""
 
 from __future__ import annotations
 
@@ -14,13 +10,16 @@ from itertools import islice
 import numpy as np
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.age import encrypt_files
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.train import RowOutput
+from tinsmith.server.live_models import LiveModels
 from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.soundness import check_engine
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import (
     CheckpointKey,
@@ -62,22 +61,25 @@ log = logging.getLogger(__name__)
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 
-CHANGES_A_MODEL = ("forward_backward", "optim_step", "load_weights")
-REPLAYED_AT_ONCE = 50
-
 
 class Trainer:
     """Runs on the worker's one thread."""
 
     def __init__(
-        self, engine: Engine, store: Store, folders: CheckpointFolders, weights: SamplingWeights, base_model: str
+        self,
+        engine: Engine,
+        store: Store,
+        folders: CheckpointFolders,
+        snapshots: CheckpointFolders,
+        weights: SamplingWeights,
+        base_model: str,
     ) -> None:
         self._engine = engine
         self._store = store
         self._folders = folders
         self._weights = weights
         self._base_model = base_model
-        self._adapters: dict[str, Adapter] = {}
+        self.live = LiveModels(store, snapshots, weights, self._new_adapter, self._replay)
         self._run_one: Mapping[str, Callable[[Job], WireModel]] = {
             "create_model": self._create_model,
             "optim_step": self._optim_step,
@@ -98,9 +100,17 @@ class Trainer:
         try:
             return Done(result=json.encode(self._run_one[job.kind](job)), content_type=JSON)
         except InvalidInputError as error:
+            if job.kind == "load_weights":
+                self._drop_halves(job)
             return Failed(error=error.message, category="user")
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
-            return server_failure(job, error)
+            self._drop_halves(job)
+            return server_failure(job, error, self._engine)
+
+    def _drop_halves(self, job: Job) -> None:
+        """A model that may have been changed in part is built again from what was done as a whole."""
+        if job.kind in ("optim_step", "load_weights"):
+            self.live.drop(job.model_id or "")
 
     # Data
 
@@ -113,7 +123,7 @@ class Trainer:
             except InvalidInputError as error:
                 outcomes[job.request_id] = Failed(error=error.message, category="user")
             except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
-                outcomes[job.request_id] = server_failure(job, error)
+                outcomes[job.request_id] = server_failure(job, error, self._engine)
         return outcomes | self._through_engine([job for job in jobs if job.request_id in rows], rows)
 
     def _through_engine(self, jobs: Sequence[Job], rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, Outcome]:
@@ -124,7 +134,7 @@ class Trainer:
             outputs = iter(self._engine.forward_backward([row for job in jobs for row in rows[job.request_id]]))
         except Exception as error:  # noqa: BLE001 - the engine has left every gradient as it was
             if len(jobs) == 1:
-                return {jobs[0].request_id: server_failure(jobs[0], error)}
+                return {jobs[0].request_id: server_failure(jobs[0], error, self._engine)}
             return {key: outcome for job in jobs for key, outcome in self._through_engine([job], rows).items()}
         return {job.request_id: _data_outcome(list(islice(outputs, len(rows[job.request_id])))) for job in jobs}
 
@@ -147,7 +157,7 @@ class Trainer:
 
     def _create_model(self, job: Job) -> CreateModelResponse:
         assert job.model_id is not None
-        self._adapters[job.model_id] = self._new_adapter(self._model(job))
+        self.live.begin(self._model(job))
         return CreateModelResponse(model_id=job.model_id)
 
     def _optim_step(self, job: Job) -> OptimStepResponse:
@@ -191,7 +201,13 @@ class Trainer:
 
     def _save_external(self, job: Job) -> SaveWeightsExternalResponseInternal:
         request = json.decode(SaveWeightsExternalRequest, job.payload)
-        path, size = self._save(job, "external_weights", request.path, ttl_seconds=request.ttl_seconds)
+        path, size = self._save(
+            job,
+            "external_weights",
+            request.path,
+            ttl_seconds=request.ttl_seconds,
+            recipients=request.age_encryption_recipients or (),
+        )
         return SaveWeightsExternalResponseInternal(path=path, size_bytes=size)
 
     def _save(
@@ -204,6 +220,7 @@ class Trainer:
         user_metadata: dict[str, str] | None = None,
         overwrite: bool = False,
         with_optimizer: bool = False,
+        recipients: Sequence[str] = (),
     ) -> tuple[str, int]:
         """The path and size of the new checkpoint. Its files are in place before anyone can find it."""
         model, adapter = self._model(job), self._adapter(job)
@@ -219,6 +236,8 @@ class Trainer:
             adapter_files.write_adapter(folder, adapter, model.base_model)
             if with_optimizer:
                 adapter_files.write_optimizer(folder, adapter)
+            if recipients:
+                encrypt_files(folder, recipients)
         size = self._folders.size_bytes(key.tinker_path)
         expires = None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
         self._store.checkpoints.save(
@@ -254,10 +273,8 @@ class Trainer:
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
         request = json.decode(LoadWeightsRequest, job.payload)
-        assert job.model_id is not None
-        if job.model_id not in self._adapters and job.seq_id == 0:
-            self._adapters[job.model_id] = self._new_adapter(self._model(job))
-        self._load(job, self._adapter(job))
+        adapter = self.live.begin(self._model(job)) if job.seq_id == 0 else self._adapter(job)
+        self._load(job, adapter)
         return LoadWeightsResponse(path=request.path, model_id=job.model_id)
 
     def _load(self, job: Job, adapter: Adapter) -> None:
@@ -268,29 +285,14 @@ class Trainer:
 
     def _unload_model(self, job: Job) -> UnloadModelResponse:
         assert job.model_id is not None
-        self._adapters.pop(job.model_id, None)
+        self.live.put_away(job.model_id)
         return UnloadModelResponse(model_id=job.model_id)
 
     # Live models
 
     def _adapter(self, job: Job) -> Adapter:
         assert job.model_id is not None
-        if job.model_id not in self._adapters:
-            self._adapters[job.model_id] = self.rebuilt(self._model(job), before_seq=job.seq_id)
-        return self._adapters[job.model_id]
-
-    def rebuilt(self, model: Model, before_seq: int) -> Adapter:
-        """The adapter as it was just before an operation: every earlier one that was done is done again."""
-        adapter = self._new_adapter(model)
-        done = -1
-        while history := self._store.jobs.history(model.model_id, done, REPLAYED_AT_ONCE):
-            for job in history:
-                if job.seq_id >= before_seq:
-                    return adapter
-                self._replay(job, adapter)
-            done = history[-1].seq_id
-            log.info("Rebuilding %s: %d operations replayed.", model.model_id, done)
-        return adapter
+        return self.live.adapter(job.model_id, job.owner, before_seq=job.seq_id)
 
     def _replay(self, job: Job, adapter: Adapter) -> None:
         if job.kind == "optim_step":
@@ -352,8 +354,10 @@ def _custom_metrics(outputs: Sequence[RowOutput]) -> dict[str, float]:
     return {name: total / len(outputs) if name.endswith(":mean") else total for name, total in totals.items()}
 
 
-def server_failure(job: Job, error: Exception) -> Failed:
+def server_failure(job: Job, error: Exception, engine: Engine) -> Failed:
+    """The outcome of a job that met an error of ours; if the engine is lost with it, there is none."""
     log.error("%s %s failed", job.kind, job.request_id, exc_info=error)
+    check_engine(engine)
     return Failed(
         error=f"The server failed on this operation ({type(error).__name__}); see its log.", category="server"
     )

@@ -23,6 +23,7 @@ _LOOK_AGAIN_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 _MAX_TOGETHER = 5000
 """Names in one query; databases have a limit."""
+_MAX_PENDING = 100_000
 
 T = TypeVar("T")
 Query: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
@@ -37,6 +38,9 @@ class Workers(Protocol):
 
     def is_ready(self, base_model: str) -> bool:
         """Whether the worker has loaded its model."""
+
+    def problem(self, base_model: str) -> str | None:
+        """Why this model will not be loaded at all, if so."""
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         """Call `notice` on the API's event loop with the ids of jobs that have just finished."""
@@ -67,11 +71,15 @@ class Board(Generic[T]):
     def __len__(self) -> int:
         return sum(map(len, self._questions.values()))
 
-    async def ask(self, name: str, is_answer: Callable[[T | None], bool]) -> T | None:
-        """The first value under this name that counts as an answer; `None` counts, if the name is unknown."""
+    async def ask(self, name: str, is_answer: Callable[[T | None], bool], *, look: bool = True) -> T | None:
+        """The first value under this name that counts as an answer; `None` counts, if the name is unknown.
+
+        Without `look` the answer is known not to be there yet.
+        """
         question = _Question(is_answer, asyncio.get_running_loop().create_future())
         self._questions[name].add(question)
-        self._set_due(name)
+        if look:
+            self._set_due(name)
         try:
             return await question.future
         finally:
@@ -117,10 +125,20 @@ class Waiting:
         self._streams = Board(newest, self._news)
         self._limits: set[asyncio.Timeout] = set()
         self._is_draining = False
+        self._pending: dict[str, str] = {}
 
     def __len__(self) -> int:
         """How many questions are open."""
         return len(self._jobs) + len(self._streams)
+
+    def expect(self, request_id: str, owner: str) -> None:
+        """A job of this owner that is only now being submitted: there is no need to look before its worker is heard."""
+        if len(self._pending) >= _MAX_PENDING:
+            self._pending.clear()
+        self._pending[request_id] = owner
+
+    def expect_no_longer(self, request_id: str) -> None:
+        self._pending.pop(request_id, None)
 
     async def status(self, request_id: str) -> Status | None:
         """Where a job stands now; `None` if there is no such job."""
@@ -133,7 +151,8 @@ class Waiting:
         def is_over(status: Status | None) -> bool:
             return status is None or status.owner != owner or status.outcome is not None
 
-        return await self._within(seconds, self._jobs.ask(request_id, is_over))
+        look = self._pending.get(request_id) != owner
+        return await self._within(seconds, self._jobs.ask(request_id, is_over, look=look))
 
     async def until_news(self, sampler_id: str, cursor: int, seconds: float) -> int | None:
         """The highest cursor of a sampling session once it is above this one; `None` if that takes longer."""
@@ -144,6 +163,7 @@ class Waiting:
     def notice(self, request_ids: Iterable[str]) -> None:
         """These jobs have finished."""
         for request_id in request_ids:
+            self.expect_no_longer(request_id)
             self._jobs.notice(request_id)
             self._streams.notice(request_id.rpartition(":")[0])
 

@@ -60,11 +60,14 @@ class StandInWorkers:
     def is_ready(self, base_model: str) -> bool:
         return self.ready
 
+    def problem(self, base_model: str) -> str | None:
+        return None
+
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)
 
     async def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 
@@ -80,7 +83,7 @@ class StandInWorkers:
 
     def release(self) -> None:
         self._held.clear()
-        self._loop.call_soon_threadsafe(self._work.set)
+        self.loop.call_soon_threadsafe(self._work.set)
 
     # The loop
 
@@ -99,12 +102,10 @@ class StandInWorkers:
                         notice(done)
 
     def _claim(self) -> list[Job]:
-        lanes = ("train", "sample")
         return [
             job
             for base_model in self._base_models
-            for lane in lanes
-            for job in self._store.jobs.claim(base_model, "stand-in", lane, 1000)
+            for job in self._store.jobs.claim(base_model, "stand-in", train=1000, sample=1000)
         ]
 
     def _execute(self, jobs: Sequence[Job]) -> list[str]:

@@ -145,10 +145,10 @@ BAD_OPERATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a life too short": ("save_weights", {"path": "a", "ttl_seconds": 3599}, "an hour"),
     "a life too long": ("save_weights", {"path": "a", "ttl_seconds": 400_000_000}, "ten years"),
     "neither name nor session": ("save_weights_for_sampler", {}, "give a name, or a sampling_session_seq_id"),
-    "encryption": (
+    "encryption to no key": (
         "save_weights_external",
         {"path": "a", "age_encryption_recipients": ["age1x"]},
-        "is not offered by this server",
+        "age_encryption_recipients holds",
     ),
     "a path that is none": ("load_weights", {"path": "/etc/passwd", "optimizer": False}, "is not a checkpoint path"),
     "a path that does not exist": (

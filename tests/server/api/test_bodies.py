@@ -12,6 +12,7 @@ import pytest
 import zstandard
 
 from tests.server.api.running import KEY, Answer, RunningServer
+from tinsmith.server.routes import _call
 from tinsmith.types import Datum, ModelInput
 from tinsmith.wire import proto
 
@@ -47,6 +48,16 @@ def test_a_body_that_says_it_is_too_large_is_refused_unread(small: RunningServer
     answer = connection.getresponse()
     assert answer.status == 413
     assert "at most 50,000" in json.load(answer)["detail"]
+    connection.close()
+
+
+def test_a_body_that_stops_on_its_way_is_not_waited_for(small: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_call, "_SILENCE_SECONDS", 0.05)
+    connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
+    headers = {"x-api-key": KEY, "content-length": "1000", **PROTOBUF}
+    connection.request("POST", "/api/v1/forward_backward", b"the first half", headers)
+    answer = connection.getresponse()
+    assert (answer.status, json.load(answer)["detail"].startswith("The body stopped after 14 bytes")) == (408, True)
     connection.close()
 
 

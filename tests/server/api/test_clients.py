@@ -40,7 +40,7 @@ REFUSED = {
     "every_loss": "loss_fn 'stable_reinforce' has no public formula",
     "dimuon": "optimizer_config.type is 'dimuon'",
     "images_and_audio": "takes text only",
-    "save_and_load": "age_encryption_recipients is not offered",
+    "save_and_load": "age_encryption_recipients holds",
 }
 """What this server does not have, and the beginning of what it says about it."""
 

@@ -21,7 +21,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture(scope="module")
 def things(shared: RunningServer) -> dict[str, str]:
     """Anna's."""
-    session_id = shared.session(key=ANNA)
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "Anna's secret"}
+    session_id = shared.post("create_session", body, key=ANNA).json()["session_id"]
     model_id = shared.model(session_id, key=ANNA)
     saved = shared.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "state"}, key=ANNA)
     exported = shared.post("save_weights_external", {"model_id": model_id, "seq_id": 2, "path": "out"}, key=ANNA)
@@ -114,9 +115,24 @@ def test_a_published_checkpoint_is_everybodys_to_read(shared: RunningServer, thi
     try:
         assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 200
         assert shared.call("DELETE", f"/api/v1/{place}", key=BORIS).status == 404
+        _its_session_is_seen_and_what_was_written_into_it_is_not(shared, things)
     finally:
         assert shared.call("DELETE", f"/api/v1/{place}/publish", key=ANNA).status == 204
     assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 404
+
+
+def _its_session_is_seen_and_what_was_written_into_it_is_not(shared: RunningServer, things: dict[str, str]) -> None:
+    place = f"sessions/{things['session']}"
+    assert shared.get("sessions?access_scope=accessible", key=BORIS).json()["sessions"][-1] == things["session"]
+    assert shared.get(place, key=BORIS).status == 404
+    shown = shared.get(f"{place}?access_scope=accessible", key=BORIS).json()
+    assert (shown["training_run_ids"], shown["sampler_ids"]) == ([things["model"]], [])
+    assert not shown.get("display_name")
+    query = {"session_id": things["session"], "owner": {"type": "accessible"}}
+    (found,) = shared.post("sessions/search", query, key=BORIS).json()["sessions"]
+    assert found["checkpoints_count"] == 1
+    assert "Anna's secret" not in str(found)
+    assert "Anna's secret" in str(shared.post("sessions/search", query, key=ANNA).json())
 
 
 def test_an_unknown_key_is_refused(shared: RunningServer) -> None:

@@ -85,6 +85,37 @@ def test_a_copy_is_made_once_per_idempotency_key(server: RunningServer, run: str
     assert "copied checkpoints only" in server.result(step)["error"]
 
 
+def test_a_copy_belongs_to_the_project_it_was_copied_into(server: RunningServer, run: str) -> None:
+    body = {"source_path": f"tinker://{run}/weights/state"}
+
+    def project_runs(project_id: str) -> list[str]:
+        runs = server.get(f"training_runs?project_id={project_id}&limit=1000").json()["training_runs"]
+        return [one["training_run_id"] for one in runs]
+
+    def run_of(**fields: Any) -> str:
+        copied = server.post("copy_weights", {**body, **fields}).json()["tinker_path"]
+        return str(copied.removeprefix("tinker://").partition("/")[0])
+
+    team, default = run_of(destination_project_id="team"), run_of()
+    assert project_runs("team") == [team]
+    assert default in project_runs("project-default")
+    stored = server.get("billing/usage/checkpoints/current?project_id=team").json()["data"]
+    assert [item["checkpoint_count"] for item in stored] == [1]
+
+
+def test_a_copy_can_take_a_place_in_a_session(server: RunningServer, run: str) -> None:
+    model_id = server.model()
+    session_id = model_id.partition(":")[0]
+    body = {"source_path": f"tinker://{run}/weights/state", "session_id": session_id}
+    for _ in range(2):
+        copied = server.post("copy_weights", {**body, "model_seq_id": 7})
+        assert copied.json()["tinker_path"] == f"tinker://{session_id}:train:7/weights/state"
+    assert server.get(f"sessions/{session_id}").json()["training_run_ids"] == [model_id, f"{session_id}:train:7"]
+    assert server.post("copy_weights", {**body, "model_seq_id": 0}).status == 422
+    assert server.post("copy_weights", body).status == 422
+    assert server.post("copy_weights", {**body, "session_id": "no", "model_seq_id": 1}).status == 404
+
+
 def test_a_deleted_checkpoint_is_gone_with_its_files(server: RunningServer) -> None:
     model_id = server.model()
     path = server.result(server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "a"}))["path"]
@@ -187,6 +218,22 @@ def test_sessions_are_found_page_by_page(server: RunningServer) -> None:
     second = server.post("sessions/search", {"limit": 2, "cursor": first["next_cursor"]}).json()
     found = [one["session_id"] for one in first["sessions"] + second["sessions"]]
     assert found[:3] == made[::-1]
+
+
+def test_sessions_are_found_by_words_of_their_name_or_by_id(server: RunningServer) -> None:
+    body = {"tags": [], "sdk_version": "1", "user_metadata": {}, "display_name": "Tall Ships of the north"}
+    named = server.post("create_session", body).json()["session_id"]
+    plain = server.session()
+
+    def found(**query: Any) -> list[str]:
+        return [one["session_id"] for one in server.post("sessions/search", query).json()["sessions"]]
+
+    assert found(display_name="NORTH tall") == [named]
+    assert found(display_name="north small") == []
+    assert found(display_name="ships", session_id=plain) == [plain, named]
+    assert found(owner={"type": "user", "owner_urns": ["local"]}, session_id=plain) == [plain]
+    assert found(owner={"type": "user", "owner_urns": ["somebody"]}, session_id=plain) == []
+    assert found(statuses=[{"type": "failed"}]) == []
 
 
 def test_storage_is_counted_by_project(server: RunningServer, run: str) -> None:

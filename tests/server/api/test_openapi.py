@@ -70,7 +70,10 @@ def test_health_and_readiness(server: RunningServer) -> None:
         loading = server.call("GET", "/readyz", key=None)
     finally:
         server.workers.ready = True
-    assert (loading.status, loading.json()["detail"]) == (503, "Still loading: tiny/model-1, tiny/model-2.")
+    assert (loading.status, loading.json()["detail"]) == (
+        503,
+        "The base model 'tiny/model-1' is still being loaded. The base model 'tiny/model-2' is still being loaded.",
+    )
 
 
 def test_the_context_can_be_limited(tmp_path: Path) -> None:

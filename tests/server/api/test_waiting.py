@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
+import pytest
+
+from tinsmith.server import waiting as waiting_module
 from tinsmith.server.store.records import Done, Status
 from tinsmith.server.waiting import Waiting
 
@@ -90,6 +93,53 @@ def test_only_those_who_are_concerned_are_looked_up() -> None:
         assert jobs.queries[-1] == ["s:1"]
         waiting.drain()
         assert await polls[1] is None
+
+    run(jobs, script)
+
+
+def test_a_job_that_has_only_just_come_is_not_looked_up_before_its_worker_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(waiting_module, "_LOOK_AGAIN_SECONDS", 3600.0)
+    jobs = Jobs("s:1")
+
+    async def script(waiting: Waiting) -> None:
+        await waiting.status("s:1")
+        jobs.queries.clear()
+        waiting.expect("s:1", "o")
+        poll = asyncio.create_task(waiting.until_done("s:1", "o", 60))
+        await settled()
+        assert jobs.queries == []
+        assert (await waiting.until_done("s:1", "somebody else", 60)) is not None, "to others it is answered at once"
+        jobs.done["s:1"] = True
+        waiting.notice(["s:1"])
+        assert await poll is not None
+
+    run(jobs, script)
+
+
+def test_it_is_looked_up_all_the_same_if_its_worker_is_never_heard() -> None:
+    jobs = Jobs("s:1")
+
+    async def script(waiting: Waiting) -> None:
+        waiting.expect("s:1", "o")
+        poll = asyncio.create_task(waiting.until_done("s:1", "o", 60))
+        await settled()
+        jobs.done["s:1"] = True
+        assert await poll is not None
+
+    run(jobs, script)
+
+
+def test_a_job_that_was_there_before_is_looked_up_at_once() -> None:
+    jobs = Jobs("s:1")
+    jobs.done["s:1"] = True
+
+    async def script(waiting: Waiting) -> None:
+        waiting.expect("s:1", "o")
+        waiting.expect_no_longer("s:1")
+        assert await waiting.until_done("s:1", "o", 60) is not None
+        assert jobs.queries == [["s:1"]]
 
     run(jobs, script)
 

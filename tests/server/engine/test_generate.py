@@ -252,7 +252,7 @@ class Poisoned(Transformer):
 def test_probabilities_that_are_not_finite_fail_their_own_request_only(
     model: Transformer, adapters: list[FrozenAdapter], alone: SampleResponse, params: dict[str, Any]
 ) -> None:
-    poisoned = Poisoned(model.shape, model.embedding, model.layers, model.final_norm, model.head_weight)
+    poisoned = Poisoned(model.shape, model.embedding, model.layers, model.final_norm, model.head)
     running = generator(poisoned)
     running.add(work("broken", [5, 96], num_samples=2, **params))
     running.add(work("good", num_samples=3, adapter=adapters[0]))
@@ -288,7 +288,7 @@ def test_a_step_that_fails_on_the_device_can_be_repeated(
     works = [*crowd(adapters), work(num_samples=3, prompt_logprobs=True, prompt_alt_tokens_k=2)]
     expected = sample(generator(model, prefill_tokens=16), *works)
     monkeypatch.setattr(Failing, "failures", frozenset(range(1, 200, 3)))
-    failing = Failing(model.shape, model.embedding, model.layers, model.final_norm, model.head_weight)
+    failing = Failing(model.shape, model.embedding, model.layers, model.final_norm, model.head)
     running = generator(failing, prefill_tokens=16)
     for one in works:
         running.add(one)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ from alembic.migration import MigrationContext
 from tests.server.postgres import Postgres
 from tests.server.store.making import DONE, MODEL, at_once, sample, seq_ids, training
 from tinsmith.errors import ConfigError, InvalidInputError
-from tinsmith.server.store import Store, schema
+from tinsmith.server.migrations import upgrade
+from tinsmith.server.store import Store, database, schema
 from tinsmith.server.store.database import Database
 
 KILLS = 8
@@ -41,6 +45,30 @@ def test_the_migrations_build_the_tables_that_the_code_uses(empty: str) -> None:
     database.close()
 
 
+_JOB_OF_0001 = (
+    """
+    INSERT INTO jobs (request_id, stream, seq_id, kind, lane, owner, session_id, base_model, model_id, size, state,
+                      turn, worker, created)
+    VALUES ('m:4', 'm', 4, 'optim_step', 'train', 'ann', 's', 'tiny', 'm', 1, 'running', 0, 'dead', 0)
+    """,
+    "INSERT INTO streams (stream, frontier, highest, last_request) VALUES ('m', 5, 4, 0)",
+    "INSERT INTO payloads (request_id, data) VALUES ('m:4', '')",
+)
+
+
+def test_a_database_of_an_earlier_release_keeps_what_it_holds(empty: str) -> None:
+    engine = database._open(empty)
+    with engine.begin() as connection:
+        upgrade(connection, "0001")
+        for statement in _JOB_OF_0001:
+            connection.exec_driver_sql(statement)
+    engine.dispose()
+    store = Store(empty)
+    assert store.jobs.requeue("tiny", max_attempts=1, error="") == []
+    assert [(job.seq_id, job.attempts) for job in store.jobs.claim("tiny", "w", train=10)] == [(4, 0)]
+    store.close()
+
+
 def test_many_that_open_a_new_database_at_once_all_can_use_it(empty: str) -> None:
     def open_and_use(place: int) -> None:
         store = Store(empty)
@@ -49,7 +77,7 @@ def test_many_that_open_a_new_database_at_once_all_can_use_it(empty: str) -> Non
 
     at_once(6, open_and_use)
     store = Store(empty)
-    assert len(store.jobs.claim("tiny", "w", "sample", 10)) == 6
+    assert len(store.jobs.claim("tiny", "w", sample=10)) == 6
     store.close()
 
 
@@ -103,7 +131,7 @@ def test_neither_claiming_nor_waiting_reads_the_whole_queue(tmp_path: Path) -> N
     store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
     store.jobs.enqueue(sample(0))
     seen = statements(store)
-    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.claim("tiny", "w", sample=1)
     store.jobs.complete("w", {"s:sample:0:0": DONE})
     store.jobs.cancel_asked("tiny", "w")
     store.results.statuses(["s:sample:0:0"])
@@ -117,17 +145,57 @@ def test_neither_claiming_nor_waiting_reads_the_whole_queue(tmp_path: Path) -> N
     store.close()
 
 
-def test_what_is_acknowledged_reaches_the_disk_and_what_follows_from_it_need_not(tmp_path: Path) -> None:
+def test_what_is_acknowledged_reaches_the_disk_and_what_follows_from_it_need_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
-
-    def level(connection: sa.Connection) -> object:
-        return connection.scalar(sa.text("PRAGMA synchronous"))
-
-    full, normal = 2, 1
-    assert store._database.write(level) == full
-    assert store._database.write(level, durable=False) == normal
-    assert store._database.write(level) == full
+    flushed: list[str] = []
+    monkeypatch.setattr(database.os, "fsync", lambda file: flushed.append(os.readlink(f"/proc/self/fd/{file}")))
+    store.jobs.enqueue(sample(0))
+    assert flushed == [f"{tmp_path}/tinsmith.db-wal"]
+    store.jobs.claim("tiny", "w", sample=1)
+    store.jobs.complete("w", {"s:sample:0:0": DONE})
+    assert len(flushed) == 1
     store.close()
+
+
+def test_nobody_waits_for_the_disk_of_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
+    disk_is_busy, go_on = threading.Event(), threading.Event()
+
+    def slow(file: int) -> None:
+        disk_is_busy.set()
+        assert go_on.wait(30)
+
+    monkeypatch.setattr(database.os, "fsync", slow)
+    with ThreadPoolExecutor(1) as thread:
+        submission = thread.submit(store.jobs.enqueue, sample(0))
+        assert disk_is_busy.wait(30)
+        assert len(store.jobs.claim("tiny", "w", sample=1)) == 1
+        assert not submission.done()
+        go_on.set()
+        assert submission.result(30).is_new
+    store.close()
+
+
+def test_a_process_gets_the_write_lock_as_soon_as_another_lets_it_go(tmp_path: Path) -> None:
+    ours, theirs = (Database(f"sqlite:///{tmp_path}/tinsmith.db") for _ in range(2))
+    holds, go_on = threading.Event(), threading.Event()
+
+    def hold(connection: sa.Connection) -> None:
+        holds.set()
+        assert go_on.wait(30)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(ours.write, hold)
+        assert holds.wait(30)
+        second = threads.submit(theirs.write, lambda connection: None)
+        assert not second.done()
+        go_on.set()
+        first.result(30)
+        second.result(30)
+    ours.close()
+    theirs.close()
 
 
 def test_work_goes_on_after_postgres_was_restarted(postgres: Postgres) -> None:
@@ -138,7 +206,7 @@ def test_work_goes_on_after_postgres_was_restarted(postgres: Postgres) -> None:
         store.jobs.enqueue(training(1))
     postgres.start()
     store.jobs.enqueue(training(1))
-    assert seq_ids(store.jobs.claim("tiny", "w", "train", 10)) == [0, 1]
+    assert seq_ids(store.jobs.claim("tiny", "w", train=10)) == [0, 1]
     store.close()
 
 
@@ -156,7 +224,7 @@ def test_two_processes_submit_the_same_numbers_to_one_database(url: str) -> None
     new = [int(process.communicate(timeout=120)[0]) for process in processes]
     assert sum(new) == 150
     store = Store(url)
-    assert seq_ids(store.jobs.claim("tiny", "w", "train", 1000)) == list(range(150))
+    assert seq_ids(store.jobs.claim("tiny", "w", train=1000)) == list(range(150))
     store.close()
 
 
@@ -165,10 +233,10 @@ import itertools, sys
 from tests.server.store.making import DONE, training
 from tinsmith.server.store import Store
 store = Store(sys.argv[1])
-store.jobs.requeue("tiny")
+store.jobs.requeue("tiny", max_attempts=9, error="")
 for seq_id in itertools.count(int(sys.argv[2])):
     print("acknowledged", store.jobs.enqueue(training(seq_id)).request_id, flush=True)
-    for job in store.jobs.claim("tiny", "w", "train", 2):
+    for job in store.jobs.claim("tiny", "w", train=2):
         for request_id in store.jobs.complete("w", {job.request_id: DONE}):
             print("completed", request_id, flush=True)
 """
@@ -208,9 +276,9 @@ def test_the_model_of_the_killed_process_goes_on_in_order(url: str) -> None:
     store = Store(url)
     for seq_id in range(3):
         store.jobs.enqueue(training(seq_id))
-    store.jobs.claim("tiny", "lost", "train", 2)
+    store.jobs.claim("tiny", "lost", train=2)
     store.close()
     again = Store(url)
-    again.jobs.requeue("tiny")
-    assert [job.request_id for job in again.jobs.claim("tiny", "w", "train", 10)] == [f"{MODEL}:{n}" for n in range(3)]
+    again.jobs.requeue("tiny", max_attempts=9, error="")
+    assert [job.request_id for job in again.jobs.claim("tiny", "w", train=10)] == [f"{MODEL}:{n}" for n in range(3)]
     again.close()

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import msgspec
 import pytest
 import sqlalchemy as sa
 
-from tests.server.store.making import MODEL, Clock, at_once, new_checkpoint, new_model, training
+from tests.server.store.making import (
+    DONE,
+    MODEL,
+    SAMPLER,
+    Clock,
+    at_once,
+    new_checkpoint,
+    new_model,
+    sample,
+    seq_ids,
+    training,
+)
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store import Store, schema
 from tinsmith.server.store.records import (
+    Abandoned,
+    CheckpointKey,
     Lora,
     NewLoss,
     NewSampler,
     NewSession,
     SessionQuery,
+    SnapshotChange,
     StatusFilter,
     Storage,
+    Submission,
 )
 
 HOUR = timedelta(hours=1)
+LATER = datetime(2031, 1, 1, tzinfo=UTC)
 ANN = NewSession(owner="ann")
 
 
@@ -56,7 +72,7 @@ def test_the_first_end_of_a_session_stands(store: Store) -> None:
     session_id = store.sessions.create(ANN).session_id
     assert store.sessions.finish(session_id, "ann", "errored", "boom")
     assert store.sessions.finish(session_id, "ann", "success")
-    assert store.sessions.cancel(session_id, "ann", "no heartbeat")
+    assert store.sessions.end_silent(heard_before=LATER) == []
     found = store.sessions.get(session_id, "ann")
     assert found is not None
     assert (found.state, found.finish_reason, found.finish_detail) == ("client_finished", "errored", "boom")
@@ -86,29 +102,82 @@ def test_a_session_knows_its_models_and_samplers(store: Store) -> None:
     sampler = store.samplers.create(
         NewSampler(session_id=session_id, sampling_session_seq_id=0, owner="ann", base_model="tiny")
     )
-    members = store.sessions.members(session_id)
+    members = store.sessions.members(session_id, "ann")
     assert (members.model_ids, members.sampler_ids) == (["m1"], [sampler.sampler_id])
 
 
 def found_by(store: Store, **wanted: object) -> list[str]:
-    query = msgspec.structs.replace(SessionQuery(owners=("ann",)), **wanted)
+    query = msgspec.structs.replace(SessionQuery(reader="ann"), **wanted)
     return [summary.session.session_id for summary in store.sessions.search(query).sessions]
 
 
 def test_a_search_narrows_by_everything_that_is_given(store: Store) -> None:
     plain = store.sessions.create(ANN).session_id
     special = store.sessions.create(
-        NewSession(owner="ann", project_id="p", display_name="x", user_metadata={"a": "1", "b": "2"})
+        NewSession(owner="ann", project_id="p", display_name="My Long 100% run", user_metadata={"a": "1", "b": "2"})
     ).session_id
-    foreign = store.sessions.create(NewSession(owner="bob")).session_id
+    foreign = store.sessions.create(NewSession(owner="bob", display_name="run")).session_id
     assert found_by(store) == [special, plain]
-    assert found_by(store, owners=("ann", "bob")) == [foreign, special, plain]
-    assert found_by(store, session_id=foreign) == []
+    assert found_by(store, session_id=foreign) == found_by(store, owners=("bob",)) == []
     assert found_by(store, project_ids=("p", "q")) == [special]
     assert found_by(store, project_ids=()) == []
-    assert found_by(store, display_name="x") == [special]
+    assert found_by(store, display_name="RUN my") == found_by(store, display_name="100%") == [special]
+    assert found_by(store, display_name="my short") == found_by(store, display_name="1_0") == []
+    assert found_by(store, display_name="long", session_id=plain) == [special, plain]
     assert found_by(store, user_metadata={"a": "1", "b": "2"}) == [special]
     assert found_by(store, user_metadata={"a": "1", "b": "3"}) == []
+
+
+def test_of_others_only_sessions_with_something_published_are_found_and_never_by_what_they_say(store: Store) -> None:
+    shared = store.sessions.create(NewSession(owner="bob", display_name="x", user_metadata={"a": "1"})).session_id
+    private = store.sessions.create(NewSession(owner="bob")).session_id
+    for session_id, model_id in ((shared, "m1"), (shared, "m2"), (private, "m3")):
+        store.models.create(new_model(model_id=model_id, owner="bob", session_id=session_id))
+        key = CheckpointKey(run_id=model_id, kind="weights", name="one")
+        store.checkpoints.save(new_checkpoint(key=key, owner="bob"))
+    store.checkpoints.set_public(CheckpointKey(run_id="m1", kind="weights", name="one"), "bob", True)
+    own = store.sessions.create(ANN).session_id
+
+    assert found_by(store) == [own]
+    assert found_by(store, scope="accessible") == [own, shared]
+    assert found_by(store, scope="accessible", owners=("bob",)) == [shared]
+    assert found_by(store, scope="accessible", display_name="x") == []
+    assert found_by(store, scope="accessible", user_metadata={"a": "1"}) == []
+    (summary,) = store.sessions.search(SessionQuery(reader="ann", scope="accessible", session_id=shared)).sessions
+    assert (summary.checkpoints_count, summary.checkpoint_bytes) == (1, 100)
+    assert store.sessions.page("ann", limit=10, scope="accessible") == [own, shared]
+    assert store.sessions.get(shared, "ann") is None
+    assert store.sessions.get(shared, "ann", "accessible") is not None
+    assert store.sessions.get(private, "ann", "accessible") is None
+    assert store.sessions.members(shared, "ann").model_ids == ["m1"]
+    assert store.sessions.members(shared, "bob").model_ids == ["m1", "m2"]
+
+
+def test_a_session_ends_when_its_client_is_not_heard_of_any_more(store: Store, clock: Clock) -> None:
+    silent, alive = (store.sessions.create(ANN).session_id for _ in range(2))
+    start = clock()
+    clock.pass_(HOUR)
+    store.sessions.heartbeat(alive, "ann")
+    assert store.sessions.end_silent(heard_before=start) == [silent]
+    assert store.sessions.end_silent(heard_before=start) == []
+    assert store.sessions.heartbeat(silent, "ann") == "cancelled"
+    assert store.sessions.heartbeat(alive, "ann") == "active"
+
+
+def test_the_samples_of_a_session_that_ended_in_silence_are_cancelled(store: Store) -> None:
+    lost = store.sessions.create(ANN).session_id
+    store.jobs.enqueue_many([Submission(job=sample(number, session_id=lost)) for number in range(3)])
+    store.jobs.enqueue(training(0, session_id=lost))
+    store.jobs.claim("tiny", "w", sample=1)
+    store.sessions.end_silent(heard_before=LATER)
+    alive = store.sessions.create(ANN).session_id
+    store.jobs.enqueue(sample(3, session_id=alive))
+    abandoned = store.jobs.cancel_abandoned()
+    assert (sorted(abandoned.cancelled), abandoned.asked) == ([f"{SAMPLER}:1", f"{SAMPLER}:2"], ["tiny"])
+    assert store.jobs.cancel_asked("tiny", "w") == [f"{SAMPLER}:0"]
+    assert seq_ids(store.jobs.claim("tiny", "w", sample=10)) == [3]
+    assert seq_ids(store.jobs.claim("tiny", "w", train=10)) == [0]
+    assert store.jobs.cancel_abandoned() == Abandoned(cancelled=[], asked=[])
 
 
 @pytest.mark.parametrize("text", ['a"b', "a.b", "$", "a'b", "a]b", "\\", "%", "ü", ""])
@@ -119,11 +188,11 @@ def test_a_search_takes_any_text_in_metadata(store: Store, text: str) -> None:
 
 
 def test_a_search_by_status(store: Store) -> None:
-    active = store.sessions.create(ANN).session_id
     lost = store.sessions.create(ANN).session_id
+    assert store.sessions.end_silent(heard_before=LATER) == [lost]
+    active = store.sessions.create(ANN).session_id
     good = store.sessions.create(ANN).session_id
     bad = store.sessions.create(ANN).session_id
-    store.sessions.cancel(lost, "ann", "no heartbeat")
     store.sessions.finish(good, "ann", "success")
     store.sessions.finish(bad, "ann", "errored")
     assert found_by(store, statuses=(StatusFilter(state="active"),)) == [active]
@@ -135,7 +204,7 @@ def test_a_search_by_status(store: Store) -> None:
 
 def test_a_search_continues_at_its_cursor(store: Store) -> None:
     made = [store.sessions.create(ANN).session_id for _ in range(5)]
-    query = SessionQuery(owners=("ann",), limit=2)
+    query = SessionQuery(reader="ann", limit=2)
     pages = []
     while True:
         found = store.sessions.search(query)
@@ -151,7 +220,7 @@ def test_a_search_tells_how_much_a_session_stores(store: Store) -> None:
     store.models.create(new_model(session_id=session_id))
     store.checkpoints.save(new_checkpoint("one", size_bytes=3))
     store.checkpoints.save(new_checkpoint("two", size_bytes=4))
-    (summary,) = store.sessions.search(SessionQuery(owners=("ann",))).sessions
+    (summary,) = store.sessions.search(SessionQuery(reader="ann")).sessions
     assert (summary.checkpoints_count, summary.checkpoint_bytes) == (2, 7)
 
 
@@ -225,6 +294,89 @@ def test_a_repeated_sampling_session_finds_its_first(store: Store) -> None:
     assert all(sampler == made[0] for sampler in made)
     assert store.samplers.get("s:sample:3", "ann") == made[0]
     assert store.samplers.get("s:sample:3", "bob") is None
+
+
+def test_a_snapshot_gives_way_to_later_ones_only(store: Store) -> None:
+    store.models.create(new_model())
+    assert store.models.snapshots() == {}
+    assert store.models.set_snapshot(MODEL, 5) == SnapshotChange(is_newest=True, before=None)
+    assert store.models.set_snapshot(MODEL, 9) == SnapshotChange(is_newest=True, before=5)
+    assert store.models.set_snapshot(MODEL, 9) == SnapshotChange(is_newest=True, before=9)
+    assert store.models.set_snapshot(MODEL, 7) == SnapshotChange(is_newest=False, before=9)
+    assert store.models.snapshots() == {MODEL: 9}
+
+
+def test_a_model_is_given_up_long_after_its_session_unless_somebody_works_on_it(store: Store, clock: Clock) -> None:
+    ended, active = (store.sessions.create(ANN).session_id for _ in range(2))
+    for model_id, session_id in (("idle", ended), ("waited-for", ended), ("used", ended), ("active", active)):
+        store.models.create(new_model(model_id=model_id, session_id=session_id))
+        store.jobs.enqueue(training(0, model_id=model_id))
+    store.models.create(new_model(model_id="copies", session_id=None, trainable=False))
+    store.models.set_snapshot("idle", 0)
+    store.sessions.finish(ended, "ann", "success")
+    done = {f"{name}:0": DONE for name in ("idle", "used", "active")}
+    store.jobs.claim("tiny", "w", train=10)
+    store.jobs.complete("w", done)
+    clock.pass_(HOUR)
+    since = clock()
+    assert len(store.jobs.history("idle", -1, 10)) == 1
+    store.jobs.enqueue(training(1, model_id="used"), outcome=DONE)
+
+    assert store.models.remove_idle(idle_since=since) == {"idle": 0}
+    assert store.models.remove_idle(idle_since=since) == {}
+    removed, used = store.models.get("idle", "ann"), store.models.get("used", "ann")
+    assert removed is not None
+    assert used is not None
+    assert (removed.removed is not None, removed.snapshot_seq, used.removed) == (True, None, None)
+    assert store.jobs.history("idle", -1, 10) == []
+    assert len(store.jobs.history("used", -1, 10)) == 1
+
+
+def copied(store: Store, session_id: str, number: int) -> str:
+    """A sampler with weights copied from a model."""
+    sampler = NewSampler(
+        session_id=session_id,
+        sampling_session_seq_id=number,
+        owner="ann",
+        base_model="tiny",
+        model_id=MODEL,
+        model_seq_id=1,
+    )
+    return store.samplers.create(sampler).sampler_id
+
+
+def test_copied_weights_are_given_up_with_their_session_unless_somebody_waits_for_them(store: Store) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    idle, asked = copied(store, session_id, 0), copied(store, session_id, 1)
+    named = store.samplers.create(
+        NewSampler(session_id=session_id, sampling_session_seq_id=2, owner="ann", base_model="tiny", model_path="x")
+    ).sampler_id
+    store.jobs.enqueue(sample(0, sampler_id=asked))
+    long_ago = datetime(2000, 1, 1, tzinfo=UTC)
+    assert store.samplers.remove_copies(idle_since=long_ago) == []
+    store.sessions.finish(session_id, "ann", "success")
+    assert store.samplers.remove_copies(idle_since=long_ago) == [idle]
+    assert store.samplers.kept([idle, asked, named]) == {asked}
+    store.jobs.cancel(f"{asked}:0", "ann")
+    assert store.samplers.remove_copies(idle_since=long_ago) == [asked]
+    removed, still_there = store.samplers.get(idle, "ann"), store.samplers.get(named, "ann")
+    assert removed is not None
+    assert still_there is not None
+    assert (removed.removed is not None, removed.session_state) == (True, "client_finished")
+    assert still_there.removed is None
+
+
+def test_copied_weights_are_given_up_when_nobody_asked_for_them_for_long(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    idle, used = copied(store, session_id, 0), copied(store, session_id, 1)
+    clock.pass_(HOUR)
+    since = clock()
+    store.jobs.enqueue(sample(0, sampler_id=used), outcome=DONE)
+    new = copied(store, session_id, 2)
+    assert store.samplers.remove_copies(idle_since=since) == [idle]
+    assert store.samplers.kept([idle, used, new]) == {used, new}
+    assert sorted(store.samplers.copies_of(MODEL, upto_seq=1)) == sorted([used, new])
+    assert store.samplers.copies_of(MODEL, upto_seq=0) == store.samplers.copies_of("other", upto_seq=9) == []
 
 
 def test_every_clone_gets_its_own_number(store: Store) -> None:
@@ -359,6 +511,22 @@ def test_storage_is_counted_by_project(store: Store) -> None:
     store.checkpoints.save(new_checkpoint("two", size_bytes=1))
     assert store.checkpoints.storage("ann") == [Storage(project_id="p", count=2, size_bytes=2**40 + 1)]
     assert store.checkpoints.storage("bob") == []
+
+
+def test_a_run_of_copies_has_a_project_of_its_own(store: Store) -> None:
+    session_id = store.sessions.create(NewSession(owner="ann", project_id="old")).session_id
+    store.models.create(new_model(model_id="trained", session_id=session_id))
+    store.models.create(new_model(model_id="copied", session_id=None, project_id="team", trainable=False))
+    key = CheckpointKey(run_id="copied", kind="weights", name="one")
+    store.checkpoints.save(new_checkpoint(key=key, size_bytes=7))
+
+    def runs(project_id: str) -> list[str]:
+        return [model.model_id for model in store.models.page("ann", limit=10, project_id=project_id).items]
+
+    assert (runs("old"), runs("team")) == (["trained"], ["copied"])
+    store.sessions.set_project(session_id, "ann", "team")
+    assert runs("team") == ["copied", "trained"]
+    assert store.checkpoints.storage("ann") == [Storage(project_id="team", count=1, size_bytes=7)]
 
 
 # Keys

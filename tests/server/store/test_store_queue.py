@@ -19,21 +19,25 @@ EVERYTHING = 10_000
 
 
 def claim(store: Store, limit: int = EVERYTHING, worker: str = "w") -> list[int]:
-    return seq_ids(store.jobs.claim("tiny", worker, "train", limit))
+    return seq_ids(store.jobs.claim("tiny", worker, train=limit))
 
 
 def run(store: Store, outcome: Outcome = DONE) -> list[int]:
     """Claim all training that is ready and give it this outcome."""
-    jobs = store.jobs.claim("tiny", "w", "train", EVERYTHING)
+    jobs = store.jobs.claim("tiny", "w", train=EVERYTHING)
     store.jobs.complete("w", {job.request_id: outcome for job in jobs})
     return seq_ids(jobs)
+
+
+def requeue(store: Store, base_model: str = "tiny", max_attempts: int = 3) -> list[str]:
+    return store.jobs.requeue(base_model, max_attempts=max_attempts, error="it killed its worker")
 
 
 def test_a_repeated_number_finds_the_first_submission(store: Store) -> None:
     first = store.jobs.enqueue(training(0))
     again = store.jobs.enqueue(training(0, kind="optim_step", payload=b"other"))
     assert (first.is_new, again.is_new, again.request_id) == (True, False, first.request_id)
-    (job,) = store.jobs.claim("tiny", "w", "train", 10)
+    (job,) = store.jobs.claim("tiny", "w", train=10)
     assert (job.kind, job.payload) == ("forward_backward", b"train 0")
 
 
@@ -55,7 +59,7 @@ def test_batches_that_lock_the_same_streams_from_both_ends_all_arrive(store: Sto
         store.jobs.enqueue_many([Submission(job=training(place, model_id=f"s:train:{model}")) for model in order])
 
     at_once(8, submit)
-    claimed = store.jobs.claim("tiny", "w", "train", EVERYTHING)
+    claimed = store.jobs.claim("tiny", "w", train=EVERYTHING)
     assert sorted((job.model_id, job.seq_id) for job in claimed) == [
         (f"s:train:{model}", seq_id) for model in range(8) for seq_id in range(8)
     ]
@@ -125,7 +129,7 @@ def test_a_cancelled_number_is_passed(store: Store) -> None:
 def test_samples_never_wait_for_missing_numbers(store: Store) -> None:
     for seq_id in (7_000_000_000, 3, 999_999_999_999_999_999):
         store.jobs.enqueue(sample(seq_id))
-    assert seq_ids(store.jobs.claim("tiny", "w", "sample", 10)) == [7_000_000_000, 3, 999_999_999_999_999_999]
+    assert seq_ids(store.jobs.claim("tiny", "w", sample=10)) == [7_000_000_000, 3, 999_999_999_999_999_999]
 
 
 def test_a_job_without_a_number_comes_after_all_that_have_arrived(store: Store) -> None:
@@ -160,8 +164,8 @@ def test_an_impossible_number_is_refused_and_leaves_nothing(store: Store, seq_id
 def test_work_goes_only_to_the_worker_of_its_base_model(store: Store) -> None:
     store.jobs.enqueue(sample(0))
     store.jobs.enqueue(sample(1, base_model="other", sampler_id="s:sample:1"))
-    assert seq_ids(store.jobs.claim("other", "w", "sample", 10)) == [1]
-    assert store.jobs.claim("tiny", "w", "train", 10) == []
+    assert seq_ids(store.jobs.claim("other", "w", sample=10)) == [1]
+    assert store.jobs.claim("tiny", "w", train=10) == []
 
 
 def test_a_claim_takes_no_more_than_its_limit_and_nothing_twice(store: Store) -> None:
@@ -175,7 +179,7 @@ def test_an_owner_with_a_long_queue_does_not_delay_another(store: Store) -> None
     store.jobs.enqueue_many(
         [Submission(job=sample(seq_id, owner="bob", sampler_id="b:sample:0")) for seq_id in range(3)]
     )
-    owners = [job.owner for job in store.jobs.claim("tiny", "w", "sample", 10)]
+    owners = [job.owner for job in store.jobs.claim("tiny", "w", sample=10)]
     assert sorted(owners) == ["ann"] * 7 + ["bob"] * 3
 
 
@@ -183,7 +187,7 @@ def test_when_owners_outnumber_the_limit_all_come_to_their_turn(store: Store) ->
     names = [f"owner-{number}" for number in range(5)]
     for owner, seq_id in itertools.product(names, range(4)):
         store.jobs.enqueue(sample(seq_id, owner=owner, sampler_id=f"{owner}:sample:0"))
-    rounds = [store.jobs.claim("tiny", "w", "sample", 2)[:] for _ in range(5)]
+    rounds = [store.jobs.claim("tiny", "w", sample=2)[:] for _ in range(5)]
     assert sorted(job.owner for jobs in rounds for job in jobs) == sorted(names * 2)
 
 
@@ -191,7 +195,7 @@ def test_a_model_with_a_long_queue_does_not_delay_another_of_its_owner(store: St
     store.jobs.enqueue_many([Submission(job=training(seq_id, size=10)) for seq_id in range(100)])
     claim(store, 4)
     store.jobs.enqueue(training(0, model_id="s:train:1", size=10))
-    claimed = store.jobs.claim("tiny", "w", "train", 2)
+    claimed = store.jobs.claim("tiny", "w", train=2)
     assert "s:train:1" in [job.model_id for job in claimed]
 
 
@@ -200,7 +204,7 @@ def test_a_stream_that_was_idle_has_saved_up_no_turns(store: Store) -> None:
     run(store)
     fresh = [Submission(job=training(seq_id, model_id="s:train:1")) for seq_id in range(50)]
     store.jobs.enqueue_many([*fresh, *(Submission(job=training(seq_id)) for seq_id in range(50, 60))])
-    claimed = store.jobs.claim("tiny", "w", "train", 20)
+    claimed = store.jobs.claim("tiny", "w", train=20)
     assert [job.model_id for job in claimed].count(MODEL) >= 8
 
 
@@ -209,23 +213,73 @@ def test_a_worker_that_died_leaves_its_jobs_in_their_old_places(store: Store) ->
         store.jobs.enqueue(training(seq_id))
     claim(store, 4, worker="first")
     store.jobs.complete("first", {f"{MODEL}:0": DONE})
-    assert store.jobs.requeue("tiny") == 3
+    assert requeue(store) == []
     assert claim(store, worker="second") == [1, 2, 3, 4, 5]
 
 
 def test_a_worker_taken_for_dead_cannot_complete_what_another_has(store: Store) -> None:
     store.jobs.enqueue(sample(0))
-    store.jobs.claim("tiny", "first", "sample", 1)
-    store.jobs.requeue("tiny")
+    store.jobs.claim("tiny", "first", sample=1)
+    requeue(store)
     assert store.jobs.complete("first", {f"{SAMPLER}:0": DONE}) == []
-    store.jobs.claim("tiny", "second", "sample", 1)
+    store.jobs.claim("tiny", "second", sample=1)
     assert store.jobs.complete("first", {f"{SAMPLER}:0": DONE}) == []
     assert store.jobs.complete("second", {f"{SAMPLER}:0": DONE}) == [f"{SAMPLER}:0"]
 
 
+def test_a_job_that_was_begun_too_often_fails_and_the_others_wait_again(store: Store) -> None:
+    for seq_id in range(3):
+        store.jobs.enqueue(training(seq_id))
+    for tried in range(3):
+        assert [job.attempts for job in store.jobs.claim("tiny", "w", train=10)] == [tried, 0, 0]
+        store.jobs.begin("w", [f"{MODEL}:0"])
+        assert requeue(store) == ([f"{MODEL}:0"] if tried == 2 else [])
+    assert store.results.statuses([f"{MODEL}:0"])[f"{MODEL}:0"].outcome == Failed(
+        error="it killed its worker", category="server"
+    )
+    assert claim(store) == [1, 2]
+
+
+def test_tries_are_counted_for_the_worker_that_has_the_job_alone(store: Store) -> None:
+    store.jobs.enqueue(sample(0))
+    store.jobs.claim("tiny", "first", sample=1)
+    requeue(store)
+    store.jobs.begin("first", [f"{SAMPLER}:0"])
+    (job,) = store.jobs.claim("tiny", "second", sample=1)
+    store.jobs.begin("first", [f"{SAMPLER}:0"])
+    requeue(store)
+    assert job.attempts == 0
+    assert store.jobs.claim("tiny", "third", sample=1)[0].attempts == 0
+
+
+def test_a_worker_that_ends_in_peace_blames_nobody(store: Store) -> None:
+    for seq_id in range(3):
+        store.jobs.enqueue(sample(seq_id))
+    store.jobs.claim("tiny", "other", sample=1)
+    store.jobs.claim("tiny", "w", sample=2)
+    store.jobs.begin("w", [f"{SAMPLER}:1"])
+    store.jobs.release("tiny", "w", begun=[f"{SAMPLER}:1"])
+    assert [(job.seq_id, job.attempts) for job in store.jobs.claim("tiny", "next", sample=10)] == [(1, 0), (2, 0)]
+
+
+def test_without_a_worker_everything_that_waits_for_one_fails(store: Store) -> None:
+    for seq_id in (0, 1, 3):
+        store.jobs.enqueue(training(seq_id))
+    store.jobs.enqueue_many([Submission(job=sample(seq_id)) for seq_id in range(600)])
+    store.jobs.enqueue(sample(0, base_model="other", sampler_id="s:sample:1"))
+    store.jobs.claim("tiny", "w", train=1)
+    failed = store.jobs.fail_all("tiny", "no model")
+    assert len(set(failed)) == 603
+    assert store.results.statuses(failed)[f"{MODEL}:3"].outcome == Failed(error="no model", category="server")
+    assert store.jobs.fail_all("tiny", "no model") == []
+    store.jobs.enqueue(training(2))
+    assert claim(store) == [2]
+    assert len(store.jobs.claim("other", "w", sample=10)) == 1
+
+
 def test_only_the_first_outcome_counts(store: Store) -> None:
     store.jobs.enqueue(sample(0))
-    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.claim("tiny", "w", sample=1)
     store.jobs.complete("w", {f"{SAMPLER}:0": DONE})
     assert store.jobs.complete("w", {f"{SAMPLER}:0": Failed(error="late", category="server")}) == []
     assert store.results.statuses([f"{SAMPLER}:0"])[f"{SAMPLER}:0"].outcome == DONE
@@ -234,7 +288,7 @@ def test_only_the_first_outcome_counts(store: Store) -> None:
 def test_a_running_job_is_cancelled_by_its_worker(store: Store) -> None:
     store.jobs.enqueue(sample(0))
     store.jobs.enqueue(sample(1))
-    store.jobs.claim("tiny", "w", "sample", 2)
+    store.jobs.claim("tiny", "w", sample=2)
     assert store.jobs.cancel(f"{SAMPLER}:0", "ann") == "asked"
     assert store.jobs.cancel_asked("tiny", "w") == [f"{SAMPLER}:0"]
     store.jobs.complete("w", {f"{SAMPLER}:0": Cancelled()})
@@ -244,9 +298,10 @@ def test_a_running_job_is_cancelled_by_its_worker(store: Store) -> None:
 
 def test_a_cancelled_job_of_a_dead_worker_is_not_run_again(store: Store) -> None:
     store.jobs.enqueue(sample(0))
-    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.claim("tiny", "w", sample=1)
     store.jobs.cancel(f"{SAMPLER}:0", "ann")
-    assert store.jobs.requeue("tiny") == 0
+    assert requeue(store) == [f"{SAMPLER}:0"]
+    assert store.jobs.claim("tiny", "w", sample=1) == []
     assert store.results.statuses([f"{SAMPLER}:0"])[f"{SAMPLER}:0"].outcome == Cancelled()
 
 
@@ -254,7 +309,7 @@ def test_nobody_cancels_what_belongs_to_another(store: Store) -> None:
     store.jobs.enqueue(sample(0))
     assert store.jobs.cancel(f"{SAMPLER}:0", "bob") is None
     assert store.jobs.cancel("nothing:0", "ann") is None
-    assert len(store.jobs.claim("tiny", "w", "sample", 1)) == 1
+    assert len(store.jobs.claim("tiny", "w", sample=1)) == 1
 
 
 def test_training_can_be_replayed_until_it_is_forgotten(store: Store) -> None:
@@ -274,7 +329,7 @@ def test_training_can_be_replayed_until_it_is_forgotten(store: Store) -> None:
 def test_forgetting_spares_what_has_not_run(store: Store) -> None:
     store.jobs.enqueue(training(0))
     store.jobs.forget_payloads(MODEL, 0)
-    (job,) = store.jobs.claim("tiny", "w", "train", 1)
+    (job,) = store.jobs.claim("tiny", "w", train=1)
     assert job.payload == b"train 0"
 
 
@@ -283,7 +338,7 @@ def test_depths_tell_what_waits_and_since_when(store: Store, clock: Clock) -> No
     clock.pass_(timedelta(seconds=1))
     store.jobs.enqueue(sample(1, size=7))
     store.jobs.enqueue(training(1))
-    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.claim("tiny", "w", sample=1)
     depths = {(depth.kind, depth.state): depth for depth in store.jobs.depths()}
     assert {key: (depth.count, depth.size) for key, depth in depths.items()} == {
         ("sample", "running"): (1, 5),
@@ -332,7 +387,7 @@ def test_whatever_happens_a_model_runs_in_order_and_every_number_once(
                 if store.jobs.cancel(f"{model}:{number}", "ann") == "cancelled":
                     arrived[number] = "passed"
             case "claim":
-                claimed = seq_ids(store.jobs.claim(base_model, "w", "train", number))
+                claimed = seq_ids(store.jobs.claim(base_model, "w", train=number))
                 waiting = _ready(arrived, finished, running)
                 assert claimed == waiting[:number]
                 running += claimed
@@ -341,7 +396,7 @@ def test_whatever_happens_a_model_runs_in_order_and_every_number_once(
                 assert len(store.jobs.complete("w", {f"{model}:{seq_id}": DONE for seq_id in over})) == len(over)
                 finished += over
             case "crash":
-                store.jobs.requeue(base_model)
+                requeue(store, base_model)
                 asked = store.results.statuses([f"{model}:{seq_id}" for seq_id in running])
                 for status in asked.values():
                     if status.outcome == Cancelled():

@@ -14,7 +14,7 @@ DAY = timedelta(days=1)
 
 def finish_sample(store: Store, seq_id: int, outcome: Outcome = DONE, sampler_id: str = SAMPLER) -> str:
     request_id = store.jobs.enqueue(sample(seq_id, sampler_id=sampler_id)).request_id
-    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.claim("tiny", "w", sample=1)
     assert store.jobs.complete("w", {request_id: outcome}) == [request_id]
     return request_id
 
@@ -27,7 +27,7 @@ def test_one_query_tells_all_who_wait(store: Store) -> None:
     done = finish_sample(store, 0, Done(result=b"\x00\xff", content_type="application/x-protobuf"))
     failed = finish_sample(store, 1, Failed(error="too long", category="user"))
     running = store.jobs.enqueue(sample(2)).request_id
-    store.jobs.claim("tiny", "w", "sample", 1)
+    store.jobs.claim("tiny", "w", sample=1)
     queued = store.jobs.enqueue(training(1)).request_id
     statuses = store.results.statuses([done, failed, running, queued, "unknown:0"])
     assert {request_id: (status.state, status.outcome) for request_id, status in statuses.items()} == {
@@ -63,7 +63,7 @@ def test_a_result_can_be_fetched_again(store: Store) -> None:
 
 def test_a_cursor_sees_every_completion_once_in_the_order_of_finishing(store: Store) -> None:
     store.jobs.enqueue_many([Submission(job=sample(seq_id)) for seq_id in range(4)])
-    store.jobs.claim("tiny", "w", "sample", 4)
+    store.jobs.claim("tiny", "w", sample=4)
     store.jobs.complete("w", {f"{SAMPLER}:2": DONE})
     store.jobs.complete("w", {f"{SAMPLER}:0": Failed(error="no", category="user")})
     first = store.results.completions(SAMPLER, 0, 0)
@@ -102,7 +102,7 @@ def test_one_query_tells_which_sampling_sessions_have_news(store: Store) -> None
 
 def test_a_poller_who_saw_everything_has_no_news(store: Store) -> None:
     store.jobs.enqueue_many([Submission(job=sample(0)), Submission(job=sample(0, sampler_id="s:sample:1"))])
-    store.jobs.claim("tiny", "w", "sample", 2)
+    store.jobs.claim("tiny", "w", sample=2)
     store.jobs.complete("w", {f"{SAMPLER}:0": DONE, "s:sample:1:0": DONE})
     store.jobs.cancel(f"{SAMPLER}:0", "bob")
     for clone in (0, 5):
@@ -120,7 +120,7 @@ def test_more_completions_than_one_answer_holds_come_in_several(store: Store) ->
 def test_a_poller_among_many_finishing_threads_misses_nothing(store: Store) -> None:
     total = 120
     store.jobs.enqueue_many([Submission(job=sample(seq_id)) for seq_id in range(total)])
-    store.jobs.claim("tiny", "w", "sample", total)
+    store.jobs.claim("tiny", "w", sample=total)
     finished = threading.Event()
     seen: list[str] = []
 
@@ -167,7 +167,7 @@ def test_many_results_expire_in_small_transactions(store: Store, clock: Clock) -
 
 def test_training_that_may_be_replayed_outlives_its_result(store: Store, clock: Clock) -> None:
     request_id = store.jobs.enqueue(training(0)).request_id
-    store.jobs.claim("tiny", "w", "train", 1)
+    store.jobs.claim("tiny", "w", train=1)
     store.jobs.complete("w", {request_id: DONE})
     store.results.expire(clock())
     assert status(store, request_id).outcome == Expired()
@@ -179,7 +179,7 @@ def test_training_that_may_be_replayed_outlives_its_result(store: Store, clock: 
 
 def test_training_that_failed_changed_nothing_and_is_not_kept_for_replay(store: Store, clock: Clock) -> None:
     request_id = store.jobs.enqueue(training(0)).request_id
-    store.jobs.claim("tiny", "w", "train", 1)
+    store.jobs.claim("tiny", "w", train=1)
     store.jobs.complete("w", {request_id: Failed(error="no", category="user")})
     store.results.expire(clock())
     assert store.results.statuses([request_id]) == {}
@@ -190,7 +190,7 @@ def test_a_number_stays_used_after_its_job_was_removed(store: Store, clock: Cloc
     store.results.expire(clock())
     assert store.results.statuses([request_id]) == {}
     assert not store.jobs.enqueue(training(0)).is_new
-    assert store.jobs.claim("tiny", "w", "train", 1) == []
+    assert store.jobs.claim("tiny", "w", train=1) == []
 
 
 def test_a_number_refused_ahead_of_a_missing_one_is_not_forgotten(store: Store, clock: Clock) -> None:
@@ -198,7 +198,7 @@ def test_a_number_refused_ahead_of_a_missing_one_is_not_forgotten(store: Store, 
     store.jobs.enqueue(training(2))
     store.results.expire(clock())
     store.jobs.enqueue(training(0))
-    assert seq_ids(store.jobs.claim("tiny", "w", "train", 10)) == [0, 2]
+    assert seq_ids(store.jobs.claim("tiny", "w", train=10)) == [0, 2]
 
 
 def test_records_show_no_prompts() -> None:

@@ -65,8 +65,34 @@ def _kernel_for_any_lengths() -> Callable[..., Tensor] | None:
     return attend
 
 
+class _InFloat32(torch.autograd.Function):  # type: ignore[misc]
+    """Causal attention of bfloat16 on a CPU: [N, H, L, D], [N, K, L, D] twice -> [N, H, L, D].
+
+    The CPU's kernel is faster in float32, in the backward pass of short sequences five times; what is kept for that
+    pass stays bfloat16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        attended, weight = flash(q.float(), k.float(), v.float(), 0.0, True)
+        attended = attended.to(q.dtype)
+        ctx.save_for_backward(q, k, v, attended, weight)
+        return attended
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
+        *parts, weight = ctx.saved_tensors
+        flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        gradients = flash_backward(dy.float(), *(part.float() for part in parts), weight, 0.0, True)
+        return tuple(gradient.to(dy.dtype) for gradient in gradients)
+
+
 def _of_equal_lengths(length: int, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of `count` sequences of one length: [count * length, heads, size] -> the same."""
     q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v))
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+        attended = _InFloat32.apply(q, k, v)
+    else:
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2).flatten(0, 1)

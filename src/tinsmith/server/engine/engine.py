@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 # Beyond this many tokens a micro-batch gets no faster; it only needs more memory.
 _USEFUL_TOKENS = {"cuda": 32768, "cpu": 1024}
 _MIN_TOKENS = 256
+# Waking a thread takes some 100 microseconds; until then one core is through with the few rows of a decode step.
+_WORTH_A_THREAD = 2**17
 _USEFUL_KV_TOKENS = 2**20
 # The rest is for adapters, for what allocators waste and, on a CPU, for other processes.
 _SHARE_FOR_TRAINING = 0.25
@@ -206,6 +208,14 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in dtypes:
         raise ConfigError(f"dtype is {name!r}; use 'auto', 'float32' or 'bfloat16'.")
     return dtypes[name]
+
+
+def choose_threads(model: Transformer) -> None:
+    """One thread where products are over before a second one has woken up; otherwise as many as torch takes."""
+    layer = model.layers[0]
+    largest = max(matrix.shape.numel() for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down, model.head))
+    if model.device.type == "cpu" and largest < _WORTH_A_THREAD:
+        torch.set_num_threads(1)
 
 
 def automatic_token_budget(model: Transformer) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tinsmith.server.engine.lora import LoraRows, add_gradients, add_looped
 from tinsmith.server.engine.model import Transformer
@@ -40,7 +39,7 @@ def score(
         end = min(start + chunk, len(hidden))
         placed = lora.slice(start, end).at("lm_head")
         x, chosen = hidden[start:end], targets[start:end]
-        y = functional.linear(x, model.head_weight)
+        y = model.head.product(x)
         inner = add_looped(y, x, placed)
         logprobs[start:end], exps, total = _logprobs(y, chosen)
         if gradient is None or dhidden is None:
@@ -49,7 +48,7 @@ def score(
         # d logprob / d logits is one at the target, minus the softmax everywhere
         dlogits = exps.mul_(-dlogprobs.sum(-1, keepdim=True) / total).scatter_add_(-1, chosen, dlogprobs)
         dy = dlogits.to(y.dtype)
-        dx = torch.mm(dy, model.head_weight)
+        dx = model.head.gradient(dy)
         for (first, last, site), xa in zip(placed, inner, strict=True):
             dxa = add_gradients(site, x[first:last], xa, dy[first:last])
             dx[first:last].addmm_(dxa, site.a)

@@ -17,22 +17,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+from tinsmith.server.engine.products import Matrix
 
 # One product with all adapters at once, most of it masked away, costs less than a few small products for each adapter
 # as long as rows times their mean rank stay below this. Measured on a CPU with 2 to 32 adapters of rank 8 and 32;
 # decoding is mostly below, training far above.
 STACKED_BELOW = {torch.float32: 512, torch.bfloat16: 4096}
 
+FEW_ROWS = 64
+
 # It wants a gradient and never gets one: so autograd records the first adapted layer, whose input (frozen embeddings)
 # wants none, without computing a gradient for that input.
 _RECORDED = torch.zeros((), requires_grad=True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Site:
     """The weights of one adapter at one linear layer, in the dtype of the products, and where its gradients go."""
 
@@ -46,6 +51,23 @@ class Site:
     def rank(self) -> int:
         rank: int = self.b[0].shape[1]
         return rank
+
+    @cached_property
+    def packed(self) -> _Packed:
+        """Of a frozen adapter, for decoding."""
+        return _Packed(self)
+
+
+class _Packed:
+    """A site as two products: A, and the B of all parts as one matrix with zeros between them."""
+
+    def __init__(self, site: Site) -> None:
+        self.a = Matrix(site.a)
+        self.b = Matrix(torch.block_diag(*site.b))
+        self.scale = site.scale
+
+    def product(self, x: Tensor) -> Tensor:
+        return self.b.product(self.a.product(x).mul_(self.scale))
 
 
 class HasSites(Protocol):
@@ -100,22 +122,31 @@ class LoraRows:
         return self._masks[key]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, lora: LoraRows | None, name: str) -> Tensor:
+def linear(x: Tensor, matrix: Matrix, lora: LoraRows | None, name: str) -> Tensor:
     """The frozen layer for all rows, plus what each adapter adds to its own: [T, in] -> [T, out]."""
-    if lora is None or not (at := lora.at(name)):
-        return torch.nn.functional.linear(x, weight, bias)
-    is_live = at[0][2].grad_a is not None
-    if torch.is_grad_enabled() and is_live:
-        y: Tensor = _LoraLinear.apply(x, _RECORDED, weight, bias, at)
+    at = [] if lora is None else lora.at(name)
+    is_live = bool(at) and at[0][2].grad_a is not None
+    if torch.is_grad_enabled() and (is_live or x.requires_grad):
+        y: Tensor = _LoraLinear.apply(x, _RECORDED, matrix, at)
         return y
-    y = torch.nn.functional.linear(x, weight, bias)
+    y = matrix.product(x)
+    if lora is None or not at:
+        return y
+    if not is_live and _is_alone(x, at):
+        y += at[0][2].packed.product(x)
     # Frozen adapters were found finite. In one product a NaN of a live one would spread: zero times NaN is NaN.
-    if not is_live and _is_small(x, at):
+    elif not is_live and _is_small(x, at):
         stack = lora.stack(name)
         add_stacked(y, x, stack, lora.mask(x.shape[0], stack, at))
     else:
         add_looped(y, x, at)
     return y
+
+
+def _is_alone(x: Tensor, at: Sequence[Placed]) -> bool:
+    """Whether one adapter adds to all of a few rows."""
+    start, end, _ = at[0]
+    return x.dtype == torch.bfloat16 and len(x) <= FEW_ROWS and start == 0 and end == len(x)
 
 
 def _is_small(x: Tensor, at: Sequence[Placed]) -> bool:
@@ -165,22 +196,23 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
     """`linear` with its backward pass written out: W needs no gradient, and those of A and B go to their buffers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, weight: Tensor, bias: Tensor | None, at: list[Placed]) -> Tensor:
-        y = torch.nn.functional.linear(x, weight, bias)
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, matrix: Matrix, at: list[Placed]) -> Tensor:
+        y = matrix.product(x)
         inner = add_looped(y, x, at)
-        ctx.save_for_backward(x, weight, *inner)
+        ctx.save_for_backward(x, *inner)
+        ctx.matrix = matrix
         ctx.at = at
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        x, weight, *inner = ctx.saved_tensors
-        dx = torch.mm(dy, weight) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+        x, *inner = ctx.saved_tensors
+        dx = ctx.matrix.gradient(dy) if ctx.needs_input_grad[0] else None
         for (start, end, site), xa in zip(ctx.at, inner, strict=True):
             dxa = add_gradients(site, x[start:end], xa, dy[start:end])
             if dx is not None:
                 dx[start:end].addmm_(dxa, site.a)
-        return dx, None, None, None, None
+        return dx, None, None, None
 
 
 def add_gradients(site: Site, x: Tensor, xa: Tensor, dy: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.engine.lora import LoraRows, linear
+from tinsmith.server.engine.products import Matrix
 
 FAMILIES = ("llama", "qwen2", "qwen3", "smollm3")
 _DEFAULT_THETA = {"smollm3": 2000000.0}
@@ -183,7 +185,19 @@ ROPE_SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, 
 # --- elementwise steps, each with its backward pass: fewer passes over memory and less kept than autograd's own ------
 
 
+def _step(function: Any, *args: Any) -> Tensor:
+    """Without a way back there is nothing to keep, and for a few rows autograd costs more than the step itself."""
+    y: Tensor = function.apply(*args) if torch.is_grad_enabled() else function.plain(*args)
+    return y
+
+
 class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def plain(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+        """The weights of a head's norm differ from head to head, which torch's own norm does not know."""
+        normed = torch.rms_norm(x.float(), weight.shape[-1:], weight if weight.ndim == 1 else None, eps)
+        return (normed if weight.ndim == 1 else normed.mul_(weight)).to(dtype)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.float()
@@ -201,36 +215,41 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _Rotate(torch.autograd.Function):  # type: ignore[misc]
+    """Turns each pair (i, i + D/2) of a head by its angle: x [T, H, D], cos and sin [T, 1, D/2]."""
+
+    @staticmethod
+    def plain(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        turned_first, turned_second = turned.chunk(2, dim=-1)
+        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
+        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
+        return turned.to(dtype)
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = x.dtype
-        return _rotated(x, cos, sin, dtype)
+        return _Rotate.plain(x, cos, sin, dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
-        return _rotated(dy, cos, -sin, ctx.dtype), None, None, None
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-    """Turn each pair (i, i + D/2) of a head by its angle: x [T, H, D], cos and sin [T, 1, D/2]."""
-    first, second = x.float().chunk(2, dim=-1)
-    turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-    turned_first, turned_second = turned.chunk(2, dim=-1)
-    torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
-    torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
-    return turned.to(dtype)
+        return _Rotate.plain(dy, cos, -sin, ctx.dtype), None, None, None
 
 
 class _GatedSilu(torch.autograd.Function):  # type: ignore[misc]
     """silu(gate) * up on the fused output of gate and up: [T, 2 F] -> [T, F]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def plain(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return _GatedSilu.plain(gate_up)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:
@@ -258,16 +277,12 @@ class Layer:
     """The frozen weights of one block; matrices in the compute dtype, norms and biases as their use wants them."""
 
     input_norm: Tensor
-    qkv: Tensor  # [(H + 2 K) * D, hidden]
-    qkv_bias: Tensor | None
+    qkv: Matrix  # [(H + 2 K) * D, hidden]
     qk_norm: Tensor | None  # [H + K, D]
-    output: Tensor
-    output_bias: Tensor | None
+    output: Matrix
     mlp_norm: Tensor
-    gate_up: Tensor
-    gate_up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    gate_up: Matrix
+    down: Matrix
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,7 +291,7 @@ class Transformer:
     embedding: Tensor  # [vocab, hidden]
     layers: Sequence[Layer]
     final_norm: Tensor
-    head_weight: Tensor  # [vocab, hidden]; the embedding itself if tied
+    head: Matrix  # [vocab, hidden]; the embedding if tied
 
     @property
     def device(self) -> torch.device:
@@ -305,16 +320,18 @@ class Transformer:
 
     def logits(self, hidden: Tensor, lora: LoraRows | None) -> Tensor:
         """[N, hidden] -> [N, vocab], float32."""
-        return linear(hidden.to(self.compute_dtype), self.head_weight, None, lora, "lm_head").float()
+        return linear(hidden.to(self.compute_dtype), self.head, lora, "lm_head").float()
+
+    @cached_property
+    def _frequencies(self) -> Tensor:
+        return torch.tensor(self.shape.rope.inverse_frequencies, device=self.device)
 
     def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        frequencies = torch.tensor(self.shape.rope.inverse_frequencies, device=self.device)
-        angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
+        angles = (positions.to(torch.float32)[:, None] * self._frequencies)[:, None, :]
         return angles.cos() * self.shape.rope.factor, angles.sin() * self.shape.rope.factor
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        y: Tensor = _RmsNorm.apply(x, weight, self.shape.rms_norm_eps, self.compute_dtype)
-        return y
+        return _step(_RmsNorm, x, weight, self.shape.rms_norm_eps, self.compute_dtype)
 
     def _layer(
         self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, lora: LoraRows | None
@@ -327,19 +344,18 @@ class Transformer:
     ) -> Tensor:
         layer, shape = self.layers[index], self.shape
         num_rotated = shape.num_heads + shape.num_kv_heads
-        qkv = linear(x, layer.qkv, layer.qkv_bias, lora, f"layers.{index}.qkv_proj")
+        qkv = linear(x, layer.qkv, lora, f"layers.{index}.qkv_proj")
         # Queries and keys lie side by side, so that one step norms or turns the heads of both.
         qk, v = qkv.view(len(x), -1, shape.head_dim).split([num_rotated, shape.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm)
         if index not in shape.no_rope_layers:
-            qk = _Rotate.apply(qk, *turn, self.compute_dtype)
+            qk = _step(_Rotate, qk, *turn, self.compute_dtype)
         q, k = qk.split([shape.num_heads, shape.num_kv_heads], dim=1)
         attended = attend(index, q, k, v).reshape(len(x), -1)
-        return linear(attended, layer.output, layer.output_bias, lora, f"layers.{index}.o_proj")
+        return linear(attended, layer.output, lora, f"layers.{index}.o_proj")
 
     def _mlp(self, index: int, x: Tensor, lora: LoraRows | None) -> Tensor:
         layer = self.layers[index]
-        gate_up = linear(x, layer.gate_up, layer.gate_up_bias, lora, f"layers.{index}.gate_up_proj")
-        inner = _GatedSilu.apply(gate_up)
-        return linear(inner, layer.down, layer.down_bias, lora, f"layers.{index}.down_proj")
+        gate_up = linear(x, layer.gate_up, lora, f"layers.{index}.gate_up_proj")
+        return linear(_step(_GatedSilu, gate_up), layer.down, lora, f"layers.{index}.down_proj")

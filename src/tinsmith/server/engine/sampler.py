@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tinsmith.types import SamplingParams
 
+_ONE_STRIDE = 4096
 _CHUNK = 256
 _FIRST_CANDIDATES = 256
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -138,9 +139,12 @@ class _Scaled:
 def walk(weights: Tensor, numbers: Tensor) -> Tensor:
     """Where the cumulative sum of weights [N, V] passes the numbers [N, k]: int64 [N, k].
 
-    In two strides: over sums of chunks, then within one chunk. Sums are float64, for a vocabulary is long.
+    In two strides, if the vocabulary is not short: over sums of chunks, then within one chunk. Sums are float64.
     """
     num_rows, size = weights.shape
+    if size <= _ONE_STRIDE:
+        ends = weights.double().cumsum(-1)
+        return _passed(ends, numbers * ends[:, -1:])
     whole = size // _CHUNK * _CHUNK
     sums = weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
     if whole < size:

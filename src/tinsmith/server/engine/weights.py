@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.engine.model import Layer, ModelShape, Transformer
+from tinsmith.server.engine.products import Matrix
 
 
 def load_model(folder: Path, device: torch.device | str, compute_dtype: torch.dtype) -> Transformer:
@@ -28,7 +29,7 @@ def load_model(folder: Path, device: torch.device | str, compute_dtype: torch.dt
             embedding=embedding,
             layers=[_layer(tensors, shape, f"model.layers.{index}.") for index in range(shape.num_layers)],
             final_norm=tensors.vector("model.norm.weight"),
-            head_weight=embedding if tied else tensors.matrix("lm_head.weight"),
+            head=Matrix(embedding if tied else tensors.matrix("lm_head.weight")),
         )
 
 
@@ -106,26 +107,20 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _layer(tensors: _Tensors, shape: ModelShape, prefix: str) -> Layer:
-    def weight(*modules: str) -> Tensor:
-        return tensors.matrix(*(f"{prefix}{module}.weight" for module in modules))
-
-    def bias(present: bool, *modules: str) -> Tensor | None:
-        return tensors.bias(*(f"{prefix}{module}.bias" for module in modules)) if present else None
+    def matrix(has_bias: bool, *modules: str) -> Matrix:
+        weight = tensors.matrix(*(f"{prefix}{module}.weight" for module in modules))
+        return Matrix(weight, tensors.bias(*(f"{prefix}{module}.bias" for module in modules)) if has_bias else None)
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")
     return Layer(
         input_norm=tensors.vector(f"{prefix}input_layernorm.weight"),
-        qkv=weight(*qkv),
-        qkv_bias=bias(shape.qkv_bias, *qkv),
+        qkv=matrix(shape.qkv_bias, *qkv),
         qk_norm=_qk_norm(tensors, shape, prefix) if shape.qk_norm else None,
-        output=weight("self_attn.o_proj"),
-        output_bias=bias(shape.output_bias, "self_attn.o_proj"),
+        output=matrix(shape.output_bias, "self_attn.o_proj"),
         mlp_norm=tensors.vector(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=weight(*gate_up),
-        gate_up_bias=bias(shape.mlp_bias, *gate_up),
-        down=weight("mlp.down_proj"),
-        down_bias=bias(shape.mlp_bias, "mlp.down_proj"),
+        gate_up=matrix(shape.mlp_bias, *gate_up),
+        down=matrix(shape.mlp_bias, "mlp.down_proj"),
     )
 
 

@@ -15,13 +15,13 @@ from alembic.util import CommandError
 from tinsmith.errors import ConfigError
 
 
-def upgrade(connection: sa.Connection) -> None:
-    """Bring the database to the newest revision, within the transaction of `connection`."""
+def upgrade(connection: sa.Connection, revision: str = "head") -> None:
+    """Bring the database to a revision, by default the newest, within the transaction of `connection`."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent))
     config.attributes["connection"] = connection
     try:
-        command.upgrade(config, "head")
+        command.upgrade(config, revision)
     except CommandError as error:
         raise ConfigError(
             f"This database was written by a newer Tinsmith ({error}). Upgrade this installation, or use another state "

@@ -16,8 +16,11 @@ from tinsmith.server.auth import Authority, Caller
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.recent import Recent
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
+from tinsmith.server.store.records import Model as TrainedModel
+from tinsmith.server.store.records import Sampler
 from tinsmith.server.waiting import Waiting, Workers
 from tinsmith.types._model import Model
 from tinsmith.wire import json
@@ -32,6 +35,9 @@ JSON = "application/json"
 _SMALL_BODY_BYTES = 4 * 2**20
 _WORTH_A_THREAD = 64 * 1024
 """Bytes above which decoding would hold up the other requests for a millisecond or more."""
+
+_SILENCE_SECONDS = 60.0
+"""How long a body may pause on its way: a client that is gone without a word must not be waited for."""
 
 _WINDOW_BYTES = 8 * 2**20
 """What a zstd decoder should support, by RFC 8878; a frame that wants more memory than this is refused."""
@@ -59,6 +65,9 @@ class Services:
     intake: Intake
     storing: Executor
     decoding: Executor
+    models_in_use: Recent[tuple[str, str], TrainedModel]
+    """By owner and id: every operation of a training loop asks for the same one."""
+    samplers_in_use: Recent[tuple[str, str], Sampler]
 
 
 @dataclass(frozen=True)
@@ -159,10 +168,16 @@ async def _read(request: Request, limit: int) -> bytes:
         raise _too_large(int(declared), limit)
     body = bytearray()
     stream: AsyncIterator[bytes] = request.stream()
-    async for piece in stream:
-        if len(body) + len(piece) > limit:
-            raise _too_large(len(body) + len(piece), limit)
-        body += piece
+    clock = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_SILENCE_SECONDS) as patience:
+            async for piece in stream:
+                patience.reschedule(clock.time() + _SILENCE_SECONDS)
+                if len(body) + len(piece) > limit:
+                    raise _too_large(len(body) + len(piece), limit)
+                body += piece
+    except TimeoutError:
+        raise status_error(408, f"The body stopped after {len(body):,} bytes. Send the request again.") from None
     return bytes(body)
 
 

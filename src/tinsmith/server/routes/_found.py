@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from tinsmith.server.routes._call import Call, status_error
-from tinsmith.server.store.records import Checkpoint, CheckpointKey, CheckpointKind, Model, Sampler, Session
-from tinsmith.types import ParsedCheckpointTinkerPath
+from tinsmith.server.store.records import (
+    AccessScope,
+    Checkpoint,
+    CheckpointKey,
+    Model,
+    Sampler,
+    Session,
+)
 
-KINDS: tuple[CheckpointKind, ...] = ("weights", "sampler_weights", "external_weights")
 
-
-async def session_named(call: Call, session_id: str) -> Session:
-    session = await call.stored(call.store.sessions.get, session_id, call.owner)
+async def session_named(call: Call, session_id: str, scope: AccessScope = "owned") -> Session:
+    session = await call.stored(call.store.sessions.get, session_id, call.owner, scope)
     if session is None:
         raise status_error(404, f"There is no session {session_id!r}.")
     return session
@@ -24,24 +28,25 @@ async def open_session(call: Call, session_id: str) -> Session:
 
 
 async def model_named(call: Call, model_id: str) -> Model:
+    in_use, key = call.services.models_in_use, (call.owner, model_id)
+    if (known := in_use.get(key)) is not None:
+        return known
     model = await call.stored(call.store.models.get, model_id, call.owner)
     if model is None:
         raise status_error(404, f"There is no model {model_id!r}.")
+    in_use.put(key, model)
     return model
 
 
 async def sampler_named(call: Call, sampler_id: str) -> Sampler:
+    in_use, key = call.services.samplers_in_use, (call.owner, sampler_id)
+    if (known := in_use.get(key)) is not None:
+        return known
     sampler = await call.stored(call.store.samplers.get, sampler_id, call.owner)
     if sampler is None:
         raise status_error(404, f"There is no sampling session {sampler_id!r}.")
+    in_use.put(key, sampler)
     return sampler
-
-
-def key_of(tinker_path: str) -> CheckpointKey:
-    parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
-    segment, _, name = parsed.checkpoint_id.partition("/")
-    kind = next(kind for kind in KINDS if kind == segment)
-    return CheckpointKey(run_id=parsed.training_run_id, kind=kind, name=name)
 
 
 async def find_checkpoint(call: Call, key: CheckpointKey, access_token: str | None = None) -> Checkpoint | None:
@@ -55,7 +60,7 @@ async def find_checkpoint(call: Call, key: CheckpointKey, access_token: str | No
 
 
 async def checkpoint_at(call: Call, tinker_path: str, access_token: str | None = None) -> Checkpoint:
-    found = await find_checkpoint(call, key_of(tinker_path), access_token)
+    found = await find_checkpoint(call, CheckpointKey.of(tinker_path), access_token)
     if found is None:
         raise status_error(404, f"There is no checkpoint {tinker_path}.")
     return found

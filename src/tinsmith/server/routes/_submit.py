@@ -13,6 +13,7 @@ from tinsmith.server.checks import check_base_model, refuse
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.routes._call import Call, parse_json, reply, status_error
 from tinsmith.server.routes._found import model_named
+from tinsmith.server.store import ids
 from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model, NewJob, NewModel, Submission
 from tinsmith.types import UntypedAPIFuture
 from tinsmith.types._model import Request
@@ -27,9 +28,24 @@ async def accept(
     """Queue the job, or record why it was refused."""
     if refusal is not None:
         return await settle(call, job, Failed(error=refusal.message, category="user"))
-    enqueued = await call.services.intake.add(Submission(job=job, model=model))
+    enqueued = await _enqueue(call, Submission(job=job, model=model))
     if job.base_model is not None:
         call.services.workers.wake(job.base_model)
+    return enqueued
+
+
+async def _enqueue(call: Call, submission: Submission) -> Enqueued:
+    job, waiting = submission.job, call.services.waiting
+    if job.seq_id is None:
+        return await call.services.intake.add(submission)
+    request_id, is_new = ids.request_id(job.stream, job.seq_id), False
+    waiting.expect(request_id, call.owner)  # before it is written, because its worker may be quicker than we are
+    try:
+        enqueued = await call.services.intake.add(submission)
+        is_new = enqueued.is_new
+    finally:
+        if not is_new:
+            waiting.expect_no_longer(request_id)
     return enqueued
 
 
@@ -104,6 +120,8 @@ def trainable(call: Call, model: Model) -> ModelFacts:
     """The facts of a model's base, if the model can be worked on."""
     if not model.trainable:
         raise refuse("model_id", f"{model.model_id} holds copied checkpoints only; load them into a new model")
+    if model.removed is not None:
+        raise refuse("model_id", f"{model.model_id} was not used for long after its session; load a checkpoint of it")
     if model.corrupted is not None:
         raise refuse("model_id", f"{model.model_id} cannot go on: {model.corrupted}. Resume from a checkpoint")
     return check_base_model(model.base_model, call.services.models)

@@ -11,7 +11,7 @@ from tinsmith.server.store.records import Checkpoint, Model, Session
 
 def session_trace(store: Store, session: Session) -> dict[str, Any]:
     """One row for the session and one for each of its training runs, with their checkpoints as moments on it."""
-    members = store.sessions.members(session.session_id)
+    members = store.sessions.members(session.session_id, session.owner)
     found = [store.models.get(model_id, session.owner) for model_id in members.model_ids]
     events = [_span(0, f"session {session.display_name or session.session_id}", session.created, session.heartbeat)]
     for row, run in enumerate((run for run in found if run is not None), start=1):

@@ -11,7 +11,7 @@ from starlette.responses import FileResponse, Response, StreamingResponse
 from tinsmith.errors import APIStatusError
 from tinsmith.server.checks import check_ttl, refuse
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
-from tinsmith.server.routes._found import checkpoint_at, key_of
+from tinsmith.server.routes._found import checkpoint_at
 from tinsmith.server.routes._paging import page_of
 from tinsmith.server.routes._shown import shown_checkpoint
 from tinsmith.server.routes._signed import check_signature, expiry_of_urls, signed_url
@@ -140,7 +140,7 @@ def _file_path(key: CheckpointKey, file: str) -> str:
 
 
 def _key(call: Call) -> CheckpointKey:
-    return key_of(ids.tinker_path(call.part("run_id"), call.part("kind"), call.part("name")))
+    return CheckpointKey.of(ids.tinker_path(call.part("run_id"), call.part("kind"), call.part("name")))
 
 
 def _missing(key: CheckpointKey) -> APIStatusError:

@@ -61,14 +61,17 @@ async def _result(call: Call, request: FutureRetrieveRequest, status: Status) ->
         case Done() as done:
             return await _finished(call, request, status, done)
     return reply(
-        RequestFailedResponse(error="The request was cancelled by its client.", category=RequestErrorCategory.User)
+        RequestFailedResponse(
+            error="The request was cancelled by its client, or its session ended.", category=RequestErrorCategory.User
+        )
     )
 
 
 def _pending(call: Call, status: Status) -> Response:
     if status.base_model is None or call.services.workers.is_ready(status.base_model):
         return reply(TryAgainResponse(request_id=status.request_id), status=408)
-    reason = f"{status.base_model} is being loaded"
+    is_served = status.base_model in call.services.models
+    reason = f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
     return reply(
         TryAgainResponse(request_id=status.request_id, queue_state="paused_capacity", queue_state_reason=reason),
         status=408,

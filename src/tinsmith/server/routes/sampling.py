@@ -8,11 +8,11 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checks import MAX_SAMPLES, check_base_model, check_sampling, refuse
+from tinsmith.server.checks import MAX_SAMPLES, check_base_model, check_sampler, check_sampling, refuse
 from tinsmith.server.routes._call import Call, Endpoint, parse_json, reply, status_error
 from tinsmith.server.routes._found import checkpoint_at, open_session, sampler_named
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, object_in, text_field
-from tinsmith.server.store.records import NewJob, NewSampler
+from tinsmith.server.store.records import Checkpoint, NewJob, NewSampler
 from tinsmith.types import (
     CreateSamplingSessionRequest,
     CreateSamplingSessionResponse,
@@ -30,33 +30,38 @@ async def create_sampling_session(call: Call) -> Response:
     """Open a place to sample from: a base model, or saved weights."""
     request = await call.read(CreateSamplingSessionRequest)
     session = await open_session(call, request.session_id)
+    if request.sampling_session_seq_id < 0:
+        raise refuse("sampling_session_seq_id", f"is {request.sampling_session_seq_id}; count from 0")
+    checkpoint = None if request.model_path is None else await _sampled_checkpoint(call, request.model_path)
     sampler = await call.stored(
         call.store.samplers.create,
         NewSampler(
             session_id=session.session_id,
             sampling_session_seq_id=request.sampling_session_seq_id,
             owner=call.owner,
-            base_model=await _base_model(call, request),
+            base_model=_base_model(call, request.base_model, checkpoint),
             model_path=request.model_path,
+            saved_by=checkpoint.request_id if checkpoint else None,
         ),
     )
     return reply(CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id))
 
 
-async def _base_model(call: Call, request: CreateSamplingSessionRequest) -> str:
-    if request.sampling_session_seq_id < 0:
-        raise refuse("sampling_session_seq_id", f"is {request.sampling_session_seq_id}; count from 0")
-    base_model = request.base_model
-    if request.model_path is not None:
-        checkpoint = await checkpoint_at(call, request.model_path)
-        if checkpoint.key.kind not in _SAMPLED_KINDS:
-            raise refuse("model_path", f"{request.model_path} is an export; sample from weights or sampler_weights")
-        if base_model not in (None, checkpoint.base_model):
-            raise refuse("base_model", f"is {base_model!r}, but those weights belong to {checkpoint.base_model!r}")
-        base_model = checkpoint.base_model
-    if base_model is None:
+async def _sampled_checkpoint(call: Call, path: str) -> Checkpoint:
+    checkpoint = await checkpoint_at(call, path)
+    if checkpoint.key.kind not in _SAMPLED_KINDS:
+        raise refuse("model_path", f"{path} is an export; sample from weights or sampler_weights")
+    return checkpoint
+
+
+def _base_model(call: Call, asked: str | None, checkpoint: Checkpoint | None) -> str:
+    if checkpoint is not None:
+        if asked not in (None, checkpoint.base_model):
+            raise refuse("base_model", f"is {asked!r}, but those weights belong to {checkpoint.base_model!r}")
+        asked = checkpoint.base_model
+    if asked is None:
         raise refuse("base_model", "or model_path must be given")
-    return check_base_model(base_model, call.services.models).name
+    return check_base_model(asked, call.services.models).name
 
 
 async def join_sampling_session(call: Call) -> Response:
@@ -101,6 +106,7 @@ async def asample(call: Call) -> Response:
     try:
         if isinstance(request, InvalidInputError):
             raise request
+        check_sampler(sampler)
         tokens = check_sampling(request, check_base_model(sampler.base_model, call.services.models))
         job = msgspec.structs.replace(job, size=tokens)
     except InvalidInputError as error:

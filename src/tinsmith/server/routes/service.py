@@ -61,11 +61,17 @@ async def revoke_apikey_me(call: Call) -> Response:
 
 
 async def capabilities(call: Call) -> Response:
-    """The base models that can be trained and sampled."""
+    """The base models, and whether they can be trained and sampled."""
+    workers = call.services.workers
     return reply(
         GetServerCapabilitiesResponse(
             supported_models=[
-                SupportedModel(model_name=name, max_context_length=facts.max_context, trainable=True, sampleable=True)
+                SupportedModel(
+                    model_name=name,
+                    max_context_length=facts.max_context,
+                    trainable=workers.problem(name) is None,
+                    sampleable=workers.problem(name) is None,
+                )
                 for name, facts in call.services.models.items()
             ]
         )
@@ -85,10 +91,15 @@ async def healthz(call: Call) -> Response:
 
 
 async def readyz(call: Call) -> Response:
-    """Whether every base model is loaded; 503 until then."""
-    loading = [name for name in call.services.models if not call.services.workers.is_ready(name)]
-    if loading:
-        raise status_error(503, f"Still loading: {', '.join(loading)}.")
+    """Whether every base model is loaded; 503 until then, and for good if one cannot be."""
+    workers = call.services.workers
+    missing = [
+        workers.problem(name) or f"The base model {name!r} is still being loaded."
+        for name in call.services.models
+        if not workers.is_ready(name)
+    ]
+    if missing:
+        raise status_error(503, " ".join(missing))
     return reply_plain({"status": "ready"})
 
 

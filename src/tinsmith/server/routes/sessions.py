@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 from starlette.responses import Response
 
 from tinsmith.server.checks import text_metadata
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
 from tinsmith.server.routes._found import session_named
-from tinsmith.server.routes._paging import page_of
+from tinsmith.server.routes._paging import page_of, scope_of
 from tinsmith.server.routes._signed import check_signature, expiry_of_urls, signed_url
 from tinsmith.server.routes._trace import session_trace
 from tinsmith.server.store.records import (
@@ -32,6 +33,7 @@ from tinsmith.types import (
     FinishSessionRequest,
     GetSessionResponse,
     ListSessionsResponse,
+    OwnSearchOwner,
     SessionActive,
     SessionCancelled,
     SessionHeartbeatRequest,
@@ -94,22 +96,25 @@ async def finish_session(call: Call) -> Response:
 
 
 async def list_sessions(call: Call) -> Response:
-    """The ids of the caller's sessions, newest first."""
+    """The ids of sessions, newest first."""
     page = page_of(call, limit=20)
-    found = await call.stored(call.store.sessions.page, call.owner, limit=page.limit, offset=page.offset)
+    found = await call.stored(
+        call.store.sessions.page, call.owner, limit=page.limit, offset=page.offset, scope=scope_of(call)
+    )
     return reply(ListSessionsResponse(sessions=found))
 
 
 async def get_session(call: Call) -> Response:
     """What was made in a session."""
-    session = await session_named(call, call.part("session_id"))
-    members = await call.stored(call.store.sessions.members, session.session_id)
+    session = await session_named(call, call.part("session_id"), scope_of(call))
+    members = await call.stored(call.store.sessions.members, session.session_id, call.owner)
+    shown = _shown(session, call.owner)
     return reply(
         GetSessionResponse(
             training_run_ids=members.model_ids,
             sampler_ids=members.sampler_ids,
-            user_metadata=session.user_metadata,
-            display_name=session.display_name,
+            user_metadata=shown.user_metadata,
+            display_name=shown.display_name,
         )
     )
 
@@ -145,7 +150,7 @@ def _trace_path(owner: str, session_id: str) -> str:
 
 
 async def search_sessions(call: Call) -> Response:
-    """The caller's sessions that match, newest first."""
+    """Sessions that match, newest first."""
     request = await call.read(SessionSearchRequest)
     found = await call.stored(call.store.sessions.search, _query(request, call.owner))
     next_cursor = None
@@ -153,7 +158,8 @@ async def search_sessions(call: Call) -> Response:
         next_cursor = SessionSearchCursor(
             last_created_at=cursor.last_created_at, last_session_id=cursor.last_session_id
         )
-    return reply(SessionSearchResponse(sessions=[_summary(one) for one in found.sessions], next_cursor=next_cursor))
+    summaries = [_summary(one, call.owner) for one in found.sessions]
+    return reply(SessionSearchResponse(sessions=summaries, next_cursor=next_cursor))
 
 
 def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
@@ -161,10 +167,11 @@ def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
     if request.cursor is not None:
         asked = request.cursor
         cursor = SessionCursor(last_created_at=asked.last_created_at, last_session_id=asked.last_session_id)
-    # There are no teams here: whoever else is asked for, a caller sees what is the caller's own.
-    is_own = not isinstance(request.owner, UserSearchOwner) or caller in request.owner.owner_urns
+    owner = request.owner
     return SessionQuery(
-        owners=(caller,) if is_own else (),
+        reader=caller,
+        scope="owned" if isinstance(owner, OwnSearchOwner) else "accessible",
+        owners=tuple(owner.owner_urns) if isinstance(owner, UserSearchOwner) else None,
         session_id=request.session_id,
         project_ids=None if request.project_ids is None else tuple(request.project_ids),
         user_metadata=request.user_metadata,
@@ -187,8 +194,15 @@ def _filters(statuses: list[SessionStatusQuery]) -> tuple[StatusFilter, ...]:
     )
 
 
-def _summary(found: StoredSummary) -> SessionSummary:
-    session = found.session
+def _shown(session: Session, reader: str) -> Session:
+    """To others a session is where published checkpoints come from; what its owner wrote into it stays private."""
+    if session.owner == reader:
+        return session
+    return msgspec.structs.replace(session, display_name=None, user_metadata={}, finish_detail=None)
+
+
+def _summary(found: StoredSummary, reader: str) -> SessionSummary:
+    session = _shown(found.session, reader)
     return SessionSummary(
         session_id=session.session_id,
         created_at=session.created,

@@ -11,10 +11,11 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.age import check_recipients
 from tinsmith.server.checkpoints import check_name
 from tinsmith.server.checks import check_base_model, check_optimizer, check_ttl, refuse, text_metadata
 from tinsmith.server.routes._call import Call, Endpoint, reply
-from tinsmith.server.routes._found import checkpoint_at, find_checkpoint, key_of, open_session
+from tinsmith.server.routes._found import checkpoint_at, find_checkpoint, open_session
 from tinsmith.server.routes._submit import (
     accept,
     acknowledged,
@@ -23,6 +24,7 @@ from tinsmith.server.routes._submit import (
     operation,
     text_field,
 )
+from tinsmith.server.routes.sessions import DEFAULT_PROJECT
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Checkpoint, CheckpointKey, Model, NewCheckpoint, NewJob, NewModel
 from tinsmith.types import (
@@ -78,7 +80,7 @@ async def _check_sampler_save(
 
 
 async def save_weights_external(call: Call) -> Response:
-    """Save weights in the PEFT format, for other tools to read."""
+    """Save weights in the PEFT format, for other tools to read; encrypted, if public keys are given."""
     fields = await numbered_body(call)
     return await operation(call, "save_weights_external", fields, SaveWeightsExternalRequest, _check_export)
 
@@ -87,9 +89,7 @@ async def _check_export(call: Call, request: SaveWeightsExternalRequest, model: 
     check_name(request.path)
     check_ttl(request.ttl_seconds)
     if request.age_encryption_recipients:
-        raise refuse(
-            "age_encryption_recipients", "is not offered by this server: leave it out and encrypt after the download"
-        )
+        check_recipients(request.age_encryption_recipients)
     return request
 
 
@@ -149,7 +149,7 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
 
 
 async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
-    key = key_of(request.path)
+    key = CheckpointKey.of(request.path)
     if key.kind != "weights":
         raise refuse("path", f"{request.path} cannot be trained on: load a checkpoint made with save_state")
     found = await find_checkpoint(call, key, request.weights_access_token)
@@ -184,41 +184,56 @@ async def weights_info(call: Call) -> Response:
 
 
 async def copy_weights(call: Call) -> Response:
-    """Copy a checkpoint into a run of its own. The same idempotency key means the same copy."""
+    """Copy a checkpoint into a run of its own. The same idempotency key, or place in a session, means the same copy."""
     request = await call.read(CopyWeightsRequest)
     ttl_seconds = check_ttl(request.ttl_seconds)
     token = request.weights_access_token or call.request.headers.get(ACCESS_TOKEN_HEADER)
     source = await checkpoint_at(call, request.source_path, token)
-    key = CheckpointKey(run_id=_copy_run(call), kind=source.key.kind, name=source.key.name)
+    run = await _copy_run(call, request, source)
+    key = CheckpointKey(run_id=run.model_id, kind=source.key.kind, name=source.key.name)
     if await find_checkpoint(call, key) is None:
         await call.stored(call.services.folders.copy, source.key.tinker_path, key.tinker_path)
-        await call.stored(_record_copy, call, source, key, ttl_seconds)
+        await call.stored(_record_copy, call, source, run, key, ttl_seconds)
     return reply(CopyWeightsResponse(tinker_path=key.tinker_path))
 
 
-def _copy_run(call: Call) -> str:
+async def _copy_run(call: Call, request: CopyWeightsRequest, source: Checkpoint) -> NewModel:
+    """The run that holds the copy: in a session if one is named, else in a project."""
+    run = NewModel(
+        model_id=_copy_id(call),
+        owner=call.owner,
+        base_model=source.base_model,
+        lora=source.lora,
+        optimizer_config=source.optimizer_config,
+        project_id=request.destination_project_id or DEFAULT_PROJECT,
+        trainable=False,
+    )
+    if request.session_id is None:
+        return run
+    session = await open_session(call, request.session_id)
+    model_id = ids.model_id(session.session_id, number_field(request.to_builtins(), "model_seq_id", 0))
+    taken = await call.stored(call.store.models.get, model_id, call.owner)
+    if taken is not None and taken.trainable:
+        raise refuse("model_seq_id", f"is {request.model_seq_id}, which is a model in training; take another number")
+    return msgspec.structs.replace(
+        run, model_id=model_id, session_id=session.session_id, project_id=request.destination_project_id
+    )
+
+
+def _copy_id(call: Call) -> str:
     key = call.request.headers.get("x-idempotency-key") or secrets.token_hex()
     return f"copy-{hashlib.sha256(f'{call.owner} {key}'.encode()).hexdigest()[:24]}"
 
 
-def _record_copy(call: Call, source: Checkpoint, key: CheckpointKey, ttl_seconds: int | None) -> None:
-    call.store.models.create(
-        NewModel(
-            model_id=key.run_id,
-            owner=call.owner,
-            base_model=source.base_model,
-            lora=source.lora,
-            optimizer_config=source.optimizer_config,
-            trainable=False,
-        )
-    )
+def _record_copy(call: Call, source: Checkpoint, run: NewModel, key: CheckpointKey, ttl_seconds: int | None) -> None:
+    call.store.models.create(run)
     call.store.checkpoints.save(
         NewCheckpoint(
             key=key,
-            owner=call.owner,
-            base_model=source.base_model,
-            lora=source.lora,
-            optimizer_config=source.optimizer_config,
+            owner=run.owner,
+            base_model=run.base_model,
+            lora=run.lora,
+            optimizer_config=run.optimizer_config,
             size_bytes=source.size_bytes,
             request_id=key.run_id,
             user_metadata=source.user_metadata,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import datetime
 
+from sqlalchemy.exc import OperationalError as StoreUnavailableError
+
 from tinsmith.server.store.audit import Audit
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.database import Database, utc_now
@@ -19,7 +21,7 @@ from tinsmith.server.store.results import Results
 from tinsmith.server.store.samplers import Losses, Samplers
 from tinsmith.server.store.sessions import Sessions
 
-__all__ = ["LOCAL_OWNER", "Store"]
+__all__ = ["LOCAL_OWNER", "Store", "StoreUnavailableError"]
 
 
 class Store:

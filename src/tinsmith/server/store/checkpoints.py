@@ -10,9 +10,9 @@ import sqlalchemy as sa
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store.database import Database, Row
-from tinsmith.server.store.models import lora, lora_values
+from tinsmith.server.store.models import lora, lora_values, project
 from tinsmith.server.store.records import Checkpoint, CheckpointKey, CheckpointKind, NewCheckpoint, Page, Storage
-from tinsmith.server.store.schema import checkpoints, models, sessions
+from tinsmith.server.store.schema import checkpoints, models
 
 _NEWEST_FIRST = (checkpoints.c.created.desc(), checkpoints.c.run_id, checkpoints.c.kind, checkpoints.c.name)
 
@@ -112,17 +112,17 @@ class Checkpoints:
 
     def storage(self, owner: str) -> list[Storage]:
         """What an owner keeps, by project."""
-        size = sa.cast(sa.func.sum(checkpoints.c.size_bytes), sa.BigInteger).label("size_bytes")
-        query = (
-            sa.select(sessions.c.project_id, sa.func.count().label("count"), size)
-            .select_from(
-                checkpoints.outerjoin(models, models.c.model_id == checkpoints.c.run_id).outerjoin(
-                    sessions, sessions.c.session_id == models.c.session_id
-                )
-            )
+        kept = (
+            sa.select(project().label("project_id"), checkpoints.c.size_bytes)
+            .select_from(checkpoints.outerjoin(models, models.c.model_id == checkpoints.c.run_id))
             .where(checkpoints.c.owner == owner, self._is_kept())
-            .group_by(sessions.c.project_id)
-            .order_by(sessions.c.project_id)
+            .subquery()
+        )
+        size = sa.cast(sa.func.sum(kept.c.size_bytes), sa.BigInteger).label("size_bytes")
+        query = (
+            sa.select(kept.c.project_id, sa.func.count().label("count"), size)
+            .group_by(kept.c.project_id)
+            .order_by(kept.c.project_id)
         )
         return self._database.all(query, lambda row: Storage(**row._mapping))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import sqlite3
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
@@ -11,7 +14,8 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import msgspec
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from tinsmith.errors import ConfigError, InvalidInputError, MissingExtraError
 from tinsmith.server.store import schema
@@ -23,6 +27,8 @@ Row: TypeAlias = Any
 Work = Callable[[sa.Connection], T]
 
 _BUSY_SECONDS = 30.0  # how long a process waits for the write lock of another one
+_FIRST_PAUSE_SECONDS = 0.0001
+_MAX_PAUSE_SECONDS = 0.002
 _ATTEMPTS = 5
 _COLLISIONS = {"40001", "40P01"}  # PostgreSQL's serialization failure and deadlock: nothing happened, try again
 _MIGRATION_LOCK = 0x74696E736D697468
@@ -39,10 +45,12 @@ class Database:
         self.now = now
         self.engine = _open(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
-        # Threads of one process queue here: SQLite's own way to wait for its write lock is to sleep and look again.
+        # Threads of one process queue here, so that only processes have to try again and again (`_begin_sqlite`).
         self._writer: threading.Lock | nullcontext[None] = threading.Lock() if self.is_sqlite else nullcontext()
         try:
             self._migrate()
+            if self.is_sqlite:
+                _flush(Path(self._sqlite_file).parent)
         except BaseException:
             self.close()
             raise
@@ -70,6 +78,14 @@ class Database:
         A durable one has reached the disk, so that it outlives a power cut. Without it, it outlives only this process;
         that is enough for whatever follows from durable facts and would be done again.
         """
+        result = self._write(work, durable)
+        if durable and self.is_sqlite:
+            # Not by SQLite itself, which would keep everybody else from writing while the disk is busy. What others
+            # have written meanwhile comes later in the file, so it is there after a power cut only if this is.
+            _flush(Path(f"{self._sqlite_file}-wal"))
+        return result
+
+    def _write(self, work: Work[T], durable: bool) -> T:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with _explained(), self._writer, self._transaction(durable) as connection:
@@ -79,14 +95,18 @@ class Database:
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    def insert(self, table: sa.Table) -> sqlite.Insert | postgresql.Insert:
+    @property
+    def _sqlite_file(self) -> str:
+        return str(self.engine.url.database)
+
+    def insert(self, table: sa.Table) -> sqlite_dialect.Insert | postgresql.Insert:
         """An insert that understands `on_conflict_do_nothing` and `on_conflict_do_update`."""
-        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+        return sqlite_dialect.insert(table) if self.is_sqlite else postgresql.insert(table)
 
     @contextmanager
     def _transaction(self, durable: bool) -> Iterator[sa.Connection]:
         with self.engine.connect() as connection:
-            connection = connection.execution_options(tinsmith_write=True, tinsmith_durable=durable)
+            connection = connection.execution_options(tinsmith_write=True)
             with connection.begin():
                 if not durable and not self.is_sqlite:
                     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
@@ -160,21 +180,46 @@ def _need_psycopg() -> None:
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin_sqlite` says, not where the driver guesses
-    for pragma in ("journal_mode = WAL", "foreign_keys = ON", "journal_size_limit = 67108864"):
+    pragmas = ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "journal_size_limit = 67108864")
+    for pragma in pragmas:
         connection.execute(f"PRAGMA {pragma}").close()
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    options = connection.get_execution_options()
-    if not options.get("tinsmith_write"):
+    if connection.get_execution_options().get("tinsmith_write"):
+        _take_write_lock(connection.connection.driver_connection)
+    else:
         connection.exec_driver_sql("BEGIN")
-        return
-    level = "FULL" if options["tinsmith_durable"] else "NORMAL"
-    if connection.info.get("synchronous") != level:
-        connection.exec_driver_sql(f"PRAGMA synchronous = {level}")
-        connection.info["synchronous"] = level
-    # Taking the write lock at once: a reader that becomes a writer later can find its snapshot outdated and fail.
-    connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _take_write_lock(connection: Any) -> None:
+    """At once, because a reader that becomes a writer later can find its snapshot outdated and fail.
+
+    SQLite would wait for another process in steps of milliseconds, which is longer than most transactions take.
+    """
+    end, pause = time.monotonic() + _BUSY_SECONDS, _FIRST_PAUSE_SECONDS
+    connection.execute("PRAGMA busy_timeout = 0").close()
+    try:
+        while True:
+            try:
+                connection.execute("BEGIN IMMEDIATE").close()
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, _MAX_PAUSE_SECONDS)
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {round(1000 * _BUSY_SECONDS)}").close()
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _json(value: object) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import sqlalchemy as sa
@@ -16,9 +16,11 @@ from tinsmith.server.store.models import insert_model
 from tinsmith.server.store.outcomes import outcome_values, result_values
 from tinsmith.server.store.queue import Queue
 from tinsmith.server.store.records import (
+    Abandoned,
     Cancelled,
     Done,
     Enqueued,
+    Failed,
     Job,
     Lane,
     NewJob,
@@ -27,7 +29,7 @@ from tinsmith.server.store.records import (
     QueueDepth,
     Submission,
 )
-from tinsmith.server.store.schema import jobs, payloads, results, streams, turns
+from tinsmith.server.store.schema import jobs, payloads, results, sessions, streams, turns
 
 # Written out rather than bound, because that is how the databases see that a partial index applies.
 _QUEUED = jobs.c.state == sa.literal_column("'queued'")
@@ -49,16 +51,19 @@ def _first_owner(table: sa.FromClause, *conditions: sa.ColumnElement[bool]) -> s
     return query.scalar_subquery()
 
 
-def _ready(table: sa.FromClause) -> sa.ColumnElement[bool]:
+def _ready(table: sa.FromClause, lane: Lane | None = None) -> sa.ColumnElement[bool]:
     return sa.and_(
         table.c.base_model == sa.bindparam("base_model"),
-        table.c.lane == sa.bindparam("lane"),
+        table.c.lane == (sa.bindparam("lane") if lane is None else lane),
         table.c.state == sa.literal_column("'queued'"),
         table.c.turn.is_not(None),
     )
 
 
 _OWNERS = _owners_with_work()
+_LANES = sa.union_all(
+    *(sa.select(sa.literal(lane)).where(sa.exists().where(_ready(jobs, lane))) for lane in ("train", "sample"))
+)
 _PICK = (
     sa.select(jobs.c.request_id, jobs.c.turn)
     .where(_ready(jobs), jobs.c.owner == sa.bindparam("owner"))
@@ -77,9 +82,16 @@ _JOB_COLUMNS = (
     jobs.c.seq_id,
     jobs.c.size,
     jobs.c.created,
+    jobs.c.attempts,
     payloads.c.data.label("payload"),
 )
 _LOAD = sa.select(*_JOB_COLUMNS).join(payloads).where(jobs.c.request_id.in_(sa.bindparam("picked", expanding=True)))
+
+_BEGIN = (
+    sa.update(jobs)
+    .where(jobs.c.request_id.in_(sa.bindparam("begun", expanding=True)), _RUNNING, jobs.c.worker == sa.bindparam("by"))
+    .values(attempts=jobs.c.attempts + sa.bindparam("more"))
+)
 
 _RESERVE_SERIALS = (
     sa.update(streams)
@@ -95,6 +107,7 @@ _CANDIDATES = (
 _RUNNING_ANYWHERE = _CANDIDATES.where(_RUNNING)
 _RUNNING_HERE = _CANDIDATES.where(_RUNNING, jobs.c.worker == sa.bindparam("worker"))
 _STILL_QUEUED = _CANDIDATES.where(_QUEUED, jobs.c.owner == sa.bindparam("owner"))
+_UNFINISHED = _CANDIDATES.where(jobs.c.finished.is_(None))
 _SETTLE = (
     sa.update(jobs)
     .where(jobs.c.request_id == sa.bindparam("id"))
@@ -102,6 +115,9 @@ _SETTLE = (
 )
 _KEEP_RESULTS = sa.insert(results)
 _DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.request_id.in_(sa.bindparam("ids", expanding=True)))
+
+
+_AT_ONCE = 500  # jobs settled in one transaction, so that nobody waits long for the write lock
 
 
 class Jobs:
@@ -146,13 +162,24 @@ class Jobs:
 
     # Working
 
-    def claim(self, base_model: str, worker: str, lane: Lane, limit: int) -> list[Job]:
-        """Take up to `limit` jobs that may run, marked as running for this worker.
+    def claim(self, base_model: str, worker: str, *, train: int = 0, sample: int = 0) -> list[Job]:
+        """Take up to so many jobs of each kind that may run, marked as running for this worker.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
         and within an owner the streams take turns. One worker at a time claims for a base model.
         """
-        return self._database.write(lambda c: self._claim(c, base_model, worker, lane, limit), durable=False)
+        rooms: dict[Lane, int] = {"train": train, "sample": sample}
+        # Looking takes no lock: a worker that looks in vain keeps nobody from submitting.
+        waiting = self._database.read(lambda connection: connection.scalars(_LANES, {"base_model": base_model}).all())
+        wanted = {lane: room for lane, room in rooms.items() if room > 0 and lane in waiting}
+        if not wanted:
+            return []
+
+        def write(connection: sa.Connection) -> list[Job]:
+            claims = (self._claim(connection, base_model, worker, lane, room) for lane, room in wanted.items())
+            return [job for claim in claims for job in claim]
+
+        return self._database.write(write, durable=False)
 
     def _claim(self, connection: sa.Connection, base_model: str, worker: str, lane: Lane, limit: int) -> list[Job]:
         reached = self._pick(connection, base_model, lane, limit)
@@ -208,17 +235,57 @@ class Jobs:
             lambda connection: self._settle(connection, outcomes, _RUNNING_HERE, worker=worker), durable=False
         )
 
-    def requeue(self, base_model: str) -> int:
-        """Put back whatever a dead worker had claimed, in its old place; gives back the number of jobs."""
-        return self._database.write(lambda connection: self._requeue(connection, base_model))
+    def begin(self, worker: str, request_ids: Collection[str]) -> None:
+        """Count a try of jobs that this worker has claimed, before they can do it any harm."""
+        values = {"begun": list(request_ids), "by": worker, "more": 1}
+        self._database.write(lambda connection: connection.execute(_BEGIN, values), durable=False)
 
-    def _requeue(self, connection: sa.Connection, base_model: str) -> int:
+    def release(self, base_model: str, worker: str, begun: Collection[str]) -> None:
+        """Put back what a worker had claimed that ends in peace; a try that it had begun does not count."""
+        mine = sa.and_(_RUNNING, jobs.c.base_model == base_model, jobs.c.worker == worker)
+
+        def write(connection: sa.Connection) -> None:
+            connection.execute(_BEGIN, {"begun": list(begun), "by": worker, "more": -1})
+            self._put_back(connection, mine)
+
+        self._database.write(write)
+
+    def requeue(self, base_model: str, *, max_attempts: int, error: str) -> list[str]:
+        """Put back whatever a dead worker had claimed, in its old place.
+
+        Gives back the jobs that are over instead: those nobody wants any more, and those that were begun as often as
+        `max_attempts`, which fail with `error`.
+        """
         lost = sa.and_(_RUNNING, jobs.c.base_model == base_model)
-        unwanted = connection.scalars(sa.select(jobs.c.request_id).where(lost, jobs.c.cancel_asked)).all()
-        self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
-        return connection.execute(
-            sa.update(jobs).where(lost).values(state="queued", worker=None, started=None)
-        ).rowcount
+        hopeless = sa.select(jobs.c.request_id).where(lost, jobs.c.attempts >= max_attempts)
+        failed = Failed(error=error, category="server")
+
+        def write(connection: sa.Connection) -> list[str]:
+            given_up = dict.fromkeys(connection.scalars(hopeless), failed)
+            return self._settle(connection, given_up, _RUNNING_ANYWHERE) + self._put_back(connection, lost)
+
+        return self._database.write(write)
+
+    def _put_back(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[str]:
+        """Those that were to be cancelled are, and given back; the others wait again in their old places."""
+        unwanted = connection.scalars(sa.select(jobs.c.request_id).where(which, jobs.c.cancel_asked)).all()
+        cancelled = self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
+        connection.execute(sa.update(jobs).where(which).values(state="queued", worker=None, started=None))
+        return cancelled
+
+    def fail_all(self, base_model: str, error: str) -> list[str]:
+        """There will be no worker: everything that waits for one fails, and is given back."""
+        waiting = sa.select(jobs.c.request_id).where(jobs.c.finished.is_(None), jobs.c.base_model == base_model)
+        failed = Failed(error=error, category="server")
+
+        def write(connection: sa.Connection) -> list[str]:
+            some = connection.scalars(waiting.limit(_AT_ONCE)).all()
+            return self._settle(connection, dict.fromkeys(some, failed), _UNFINISHED)
+
+        over: list[str] = []
+        while some := self._database.write(write):
+            over += some
+        return over
 
     def cancel(self, request_id: str, owner: str) -> Literal["cancelled", "asked", "finished"] | None:
         """Cancel a queued job at once and ask the worker of a running one; `None` if there is no such job."""
@@ -233,6 +300,30 @@ class Jobs:
         if connection.execute(sa.update(jobs).where(mine, _RUNNING).values(cancel_asked=True)).rowcount:
             return "asked"
         return "finished" if connection.scalar(sa.select(sa.literal(1)).select_from(jobs).where(mine)) else None
+
+    def cancel_abandoned(self) -> Abandoned:
+        """Cancel the samples of sessions that the server has ended, as `cancel` would each of them."""
+        ended = sa.select(sessions.c.session_id).where(
+            sessions.c.session_id == jobs.c.session_id, sessions.c.state == "cancelled"
+        )
+        unwanted = sa.and_(jobs.c.finished.is_(None), jobs.c.lane == "sample", ended.exists())
+        waiting = sa.select(jobs.c.request_id).where(unwanted, _QUEUED).limit(_AT_ONCE)
+        ask = (
+            sa.update(jobs)
+            .where(unwanted, _RUNNING, sa.not_(jobs.c.cancel_asked))
+            .values(cancel_asked=True)
+            .returning(jobs.c.base_model)
+        )
+
+        def write(connection: sa.Connection) -> list[str]:
+            some = connection.scalars(waiting).all()
+            return self._settle(connection, dict.fromkeys(some, Cancelled()), _UNFINISHED)
+
+        cancelled: list[str] = []
+        while some := self._database.write(write):
+            cancelled += some
+        asked = self._database.write(lambda connection: {*connection.scalars(ask)})
+        return Abandoned(cancelled=cancelled, asked=sorted(asked))
 
     def cancel_asked(self, base_model: str, worker: str) -> list[str]:
         """The jobs of this worker whose clients have lost interest."""

@@ -8,13 +8,16 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.server.store.database import Database, Row
-from tinsmith.server.store.records import AccessScope, Lora, Model, NewModel, Page
-from tinsmith.server.store.schema import checkpoints, models, sessions, streams
+from tinsmith.server.store.records import AccessScope, Lora, Model, NewModel, Page, SnapshotChange
+from tinsmith.server.store.schema import checkpoints, jobs, models, payloads, sessions, streams
 
 _MODELS = sa.select(
     models,
     sa.func.coalesce(streams.c.last_request, models.c.created, type_=models.c.created.type).label("last_request"),
 ).select_from(models.outerjoin(streams, streams.c.stream == models.c.model_id))
+
+
+_AT_ONCE = 100  # models removed in one transaction
 
 
 def visible(owner: str, scope: AccessScope, now: datetime) -> sa.ColumnElement[bool]:
@@ -27,6 +30,12 @@ def visible(owner: str, scope: AccessScope, now: datetime) -> sa.ColumnElement[b
         .where(checkpoints.c.run_id == models.c.model_id)
     )
     return sa.or_(models.c.owner == owner, published.exists())
+
+
+def project() -> sa.ColumnElement[str | None]:
+    """The project of a model: its own, or that of its session."""
+    of_session = sa.select(sessions.c.project_id).where(sessions.c.session_id == models.c.session_id)
+    return sa.func.coalesce(models.c.project_id, of_session.scalar_subquery())
 
 
 class Models:
@@ -47,8 +56,7 @@ class Models:
         """Newest first."""
         condition = visible(owner, scope, self._database.now())
         if project_id is not None:
-            of_project = sa.select(sessions.c.session_id).where(sessions.c.project_id == project_id)
-            condition = sa.and_(condition, models.c.session_id.in_(of_project))
+            condition = sa.and_(condition, project() == project_id)
         page = _MODELS.where(condition).order_by(models.c.created.desc(), models.c.model_id.desc())
         total = sa.select(sa.func.count()).select_from(models).where(condition)
 
@@ -57,6 +65,58 @@ class Models:
             return Page(items=[_model(row) for row in rows], total=connection.scalar(total) or 0)
 
         return self._database.read(read)
+
+    def set_snapshot(self, model_id: str, seq_id: int) -> SnapshotChange:
+        """A snapshot of the model after this operation is on the disk.
+
+        When this call is on the disk too, so are the outcomes of the operations that are in the snapshot.
+        """
+        mine = models.c.model_id == model_id
+
+        def write(connection: sa.Connection) -> SnapshotChange:
+            before = connection.scalar(sa.select(models.c.snapshot_seq).where(mine).with_for_update())
+            if before is not None and before >= seq_id:
+                return SnapshotChange(is_newest=before == seq_id, before=before)
+            connection.execute(sa.update(models).where(mine).values(snapshot_seq=seq_id))
+            return SnapshotChange(is_newest=True, before=before)
+
+        return self._database.write(write)
+
+    def snapshots(self) -> dict[str, int]:
+        """The number of the last operation in the snapshot of each model that has one."""
+        query = sa.select(models.c.model_id, models.c.snapshot_seq).where(models.c.snapshot_seq.is_not(None))
+        return dict(self._database.all(query, lambda row: (row.model_id, row.snapshot_seq)))
+
+    def remove_idle(self, idle_since: datetime) -> dict[str, int | None]:
+        """Give up some models whose sessions have ended and that nobody has worked on for long; checkpoints stay.
+
+        Gives back their ids, and the numbers of their snapshots, whose files are the caller's to remove.
+        """
+        ended = sa.select(sessions.c.session_id).where(
+            sessions.c.session_id == models.c.session_id, sessions.c.state != "active"
+        )
+        asked = sa.select(streams.c.stream).where(
+            streams.c.stream == models.c.model_id, streams.c.last_request >= idle_since
+        )
+        in_use = sa.select(jobs.c.request_id).where(jobs.c.stream == models.c.model_id, jobs.c.finished.is_(None))
+        idle = (
+            sa.select(models.c.model_id, models.c.snapshot_seq)
+            .where(models.c.trainable, models.c.removed.is_(None), models.c.created < idle_since)
+            .where(ended.exists(), sa.not_(asked.exists()), sa.not_(in_use.exists()))
+            .limit(_AT_ONCE)
+        )
+
+        def write(connection: sa.Connection) -> dict[str, int | None]:
+            found = {row.model_id: row.snapshot_seq for row in connection.execute(idle)}
+            if found:
+                now = self._database.now()
+                update = sa.update(models).where(models.c.model_id.in_(found))
+                connection.execute(update.values(removed=now, snapshot_seq=None))
+                data = sa.select(jobs.c.request_id).where(jobs.c.stream.in_(found))
+                connection.execute(sa.delete(payloads).where(payloads.c.request_id.in_(data)))
+            return found
+
+        return self._database.write(write)
 
     def mark_corrupted(self, model_id: str, reason: str) -> None:
         """The model cannot go on; its owner sees why. The first reason stands."""
@@ -68,6 +128,7 @@ def insert_model(database: Database, connection: sa.Connection, model: NewModel,
     values = {
         "model_id": model.model_id,
         "session_id": model.session_id,
+        "project_id": model.project_id,
         "owner": model.owner,
         "base_model": model.base_model,
         **lora_values(model.lora),
@@ -112,4 +173,6 @@ def _model(row: Row) -> Model:
         created=row.created,
         last_request=row.last_request,
         corrupted=row.corrupted,
+        snapshot_seq=row.snapshot_seq,
+        removed=row.removed,
     )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Generic, Literal, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, dataclass_transform, get_args
 
 import msgspec
 
 from tinsmith.server.store import ids
+from tinsmith.types import ParsedCheckpointTinkerPath
 
 JobKind: TypeAlias = Literal[
     "create_model",
@@ -98,6 +99,8 @@ class Job(Record):
     size: int
     payload: bytes
     created: datetime
+    attempts: int
+    """How often it was begun before; it was running each time when its worker died."""
 
     @property
     def lane(self) -> Lane:
@@ -175,6 +178,14 @@ class Completions(Record):
     """Ask with this one next time."""
 
 
+class Abandoned(Record):
+    """What became of samples whose clients are gone."""
+
+    cancelled: list[str]
+    asked: list[str]
+    """The base models whose workers have to stop some that run."""
+
+
 class QueueDepth(Record):
     """The jobs of one kind that wait or run for one base model."""
 
@@ -241,15 +252,19 @@ class SessionCursor(Record):
 
 
 class SessionQuery(Record):
-    """What to look for; a field left alone does not narrow the search."""
+    """What to look for, among what the reader may see; a field left alone does not narrow the search."""
 
-    owners: tuple[str, ...]
+    reader: str
+    scope: AccessScope = "owned"
+    owners: tuple[str, ...] | None = None
     session_id: str | None = None
     project_ids: tuple[str, ...] | None = None
     user_metadata: dict[str, str] = {}
-    """Pairs that a session must have, all of them."""
+    """Pairs that a session must have, all of them. Names and metadata of others are not looked at."""
 
     display_name: str | None = None
+    """Every word must occur in the name, in any case. Together with `session_id`, either is enough."""
+
     statuses: tuple[StatusFilter, ...] | None = None
     limit: int = 50
     cursor: SessionCursor | None = None
@@ -282,6 +297,9 @@ class NewModel(Record):
     session_id: str | None = None
     """`None` for a run that only holds copied checkpoints."""
 
+    project_id: str | None = None
+    """`None` for the project of its session."""
+
     user_metadata: dict[str, str] | None = None
     trainable: bool = True
 
@@ -302,6 +320,20 @@ class Model(Record):
     corrupted: str | None
     """Why it cannot go on, if so."""
 
+    snapshot_seq: int | None
+    """The last operation that is in its snapshot."""
+
+    removed: datetime | None
+    """Since when it is not kept any more, except for its checkpoints."""
+
+
+class SnapshotChange(Record):
+    is_newest: bool
+    """False if a later one is known already: whoever wrote this one was replaced by another worker."""
+
+    before: int | None
+    """The last operation in the one that was known before."""
+
 
 class NewSampler(Record):
     """Weights to sample from: those of the base model, of a checkpoint, or of a model as it was after an operation."""
@@ -311,6 +343,9 @@ class NewSampler(Record):
     owner: str
     base_model: str
     model_path: str | None = None
+    saved_by: str | None = None
+    """The job that wrote the checkpoint: another one may be saved under its name later."""
+
     model_id: str | None = None
     model_seq_id: int | None = None
     """The operation of `model_id` after which the weights were copied."""
@@ -324,9 +359,14 @@ class Sampler(Record):
     owner: str
     base_model: str
     model_path: str | None
+    saved_by: str | None
     model_id: str | None
     model_seq_id: int | None
     created: datetime
+    removed: datetime | None
+    """Since when its weights are not kept any more; only for those copied from a model."""
+
+    session_state: SessionState | None
 
 
 class NewLoss(Record):
@@ -354,6 +394,13 @@ class CheckpointKey(Record):
     run_id: str
     kind: CheckpointKind
     name: str
+
+    @classmethod
+    def of(cls, tinker_path: str) -> Self:
+        parsed = ParsedCheckpointTinkerPath.from_tinker_path(tinker_path)
+        segment, _, name = parsed.checkpoint_id.partition("/")
+        kind: CheckpointKind = next(kind for kind in get_args(CheckpointKind) if kind == segment)
+        return cls(run_id=parsed.training_run_id, kind=kind, name=name)
 
     @property
     def tinker_path(self) -> str:

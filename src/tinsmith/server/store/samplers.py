@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from datetime import datetime
+
 import sqlalchemy as sa
 
 from tinsmith.server.store import ids
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.records import Loss, NewLoss, NewSampler, Sampler
-from tinsmith.server.store.schema import losses, samplers
+from tinsmith.server.store.schema import jobs, losses, samplers, sessions, streams
+
+_SAMPLERS = sa.select(
+    *(column for column in samplers.c if column.name != "clones"), sessions.c.state.label("session_state")
+).select_from(samplers.outerjoin(sessions, sessions.c.session_id == samplers.c.session_id))
+_AT_ONCE = 1000  # names in one query; databases have a limit
+_KEPT_COPY = sa.and_(samplers.c.model_id.is_not(None), samplers.c.removed.is_(None))
 
 
 class Samplers:
@@ -23,6 +32,7 @@ class Samplers:
             "owner": sampler.owner,
             "base_model": sampler.base_model,
             "model_path": sampler.model_path,
+            "saved_by": sampler.saved_by,
             "model_id": sampler.model_id,
             "model_seq_id": sampler.model_seq_id,
             "created": self._database.now(),
@@ -30,12 +40,12 @@ class Samplers:
 
         def write(connection: sa.Connection) -> Sampler:
             connection.execute(self._database.insert(samplers).on_conflict_do_nothing(), values)
-            return _sampler(connection.execute(sa.select(samplers).where(samplers.c.sampler_id == sampler_id)).one())
+            return _sampler(connection.execute(_SAMPLERS.where(samplers.c.sampler_id == sampler_id)).one())
 
         return self._database.write(write)
 
     def get(self, sampler_id: str, owner: str) -> Sampler | None:
-        query = sa.select(samplers).where(samplers.c.sampler_id == sampler_id, samplers.c.owner == owner)
+        query = _SAMPLERS.where(samplers.c.sampler_id == sampler_id, samplers.c.owner == owner)
         return self._database.first(query, _sampler)
 
     def join(self, sampler_id: str, owner: str) -> int | None:
@@ -47,6 +57,43 @@ class Samplers:
             .returning(samplers.c.clones)
         )
         return self._database.write(lambda connection: connection.execute(update).scalar_one_or_none())
+
+    def remove_copies(self, idle_since: datetime) -> list[str]:
+        """Give up weights that were copied from a model: those of ended sessions, and those idle for too long.
+
+        One that still has to answer somebody stays.
+        """
+        in_use = sa.select(jobs.c.request_id).where(jobs.c.stream == samplers.c.sampler_id, jobs.c.finished.is_(None))
+        ended = sa.select(sessions.c.session_id).where(
+            sessions.c.session_id == samplers.c.session_id, sessions.c.state != "active"
+        )
+        asked = sa.select(streams.c.stream).where(
+            streams.c.stream == samplers.c.sampler_id, streams.c.last_request >= idle_since
+        )
+        idle = sa.and_(samplers.c.created < idle_since, sa.not_(asked.exists()))
+        update = (
+            sa.update(samplers)
+            .where(_KEPT_COPY, sa.or_(ended.exists(), idle), sa.not_(in_use.exists()))
+            .values(removed=self._database.now())
+            .returning(samplers.c.sampler_id)
+        )
+        return self._database.write(lambda connection: [*connection.scalars(update)])
+
+    def copies_of(self, model_id: str, upto_seq: int) -> list[str]:
+        """The samplers with weights of this model as it was after an operation up to this number."""
+        query = sa.select(samplers.c.sampler_id).where(
+            _KEPT_COPY, samplers.c.model_id == model_id, samplers.c.model_seq_id <= upto_seq
+        )
+        return self._database.all(query, lambda row: row.sampler_id)
+
+    def kept(self, sampler_ids: Collection[str]) -> set[str]:
+        """Those of these whose weights may still be asked for."""
+        names, found = list(sampler_ids), set[str]()
+        for start in range(0, len(names), _AT_ONCE):
+            some = samplers.c.sampler_id.in_(names[start : start + _AT_ONCE])
+            query = sa.select(samplers.c.sampler_id).where(some, _KEPT_COPY)
+            found.update(self._database.all(query, lambda row: row.sampler_id))
+        return found
 
 
 class Losses:
@@ -77,9 +124,7 @@ class Losses:
 
 
 def _sampler(row: Row) -> Sampler:
-    values = dict(row._mapping)
-    del values["clones"]
-    return Sampler(**values)
+    return Sampler(**row._mapping)
 
 
 def _loss(row: Row) -> Loss:

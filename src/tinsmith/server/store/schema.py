@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0001"
+REVISION = "0002"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -43,6 +43,8 @@ def _lora() -> list[sa.Column[object]]:
 
 metadata = sa.MetaData()
 
+_ACTIVE = sa.text("state = 'active'")
+
 sessions = sa.Table(
     "sessions",
     metadata,
@@ -59,6 +61,7 @@ sessions = sa.Table(
     sa.Column("finish_reason", sa.Text),
     sa.Column("finish_detail", sa.Text),
     sa.Index("sessions_newest", "owner", "created", "session_id"),
+    sa.Index("sessions_by_heartbeat", "heartbeat", sqlite_where=_ACTIVE, postgresql_where=_ACTIVE),
 )
 
 models = sa.Table(
@@ -74,8 +77,13 @@ models = sa.Table(
     sa.Column("trainable", sa.Boolean, nullable=False),
     sa.Column("created", UtcTime, nullable=False),
     sa.Column("corrupted", sa.Text),
+    sa.Column("project_id", sa.Text),  # null for a model of a session, which is in the session's project
+    sa.Column("snapshot_seq", sa.BigInteger),  # the last operation that is in the snapshot, if there is one
+    sa.Column("removed", UtcTime),  # since then only its checkpoints are kept
     sa.Index("models_newest", "owner", "created", "model_id"),
 )
+
+_COPIED = sa.text("model_id IS NOT NULL AND removed IS NULL")
 
 samplers = sa.Table(
     "samplers",
@@ -89,6 +97,9 @@ samplers = sa.Table(
     sa.Column("model_seq_id", sa.BigInteger),
     sa.Column("clones", sa.Integer, nullable=False, server_default="0"),
     sa.Column("created", UtcTime, nullable=False),
+    sa.Column("removed", UtcTime),  # since then its weights, copied from a model, are not kept any more
+    sa.Column("saved_by", sa.Text),  # the job that wrote the checkpoint it samples from
+    sa.Index("samplers_by_age", "created", sqlite_where=_COPIED, postgresql_where=_COPIED),
 )
 
 losses = sa.Table(
@@ -149,6 +160,7 @@ jobs = sa.Table(
     sa.Column("started", UtcTime),
     sa.Column("finished", UtcTime),
     sa.Column("done_serial", sa.BigInteger),  # rises within a stream, in the order of finishing
+    sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),  # how often it was begun
     sa.UniqueConstraint("stream", "seq_id"),
     sa.Index(
         "jobs_ready", "base_model", "lane", "owner", "turn", "created", sqlite_where=_READY, postgresql_where=_READY

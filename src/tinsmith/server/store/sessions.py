@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import uuid
+from datetime import datetime
 
 import sqlalchemy as sa
 
 from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.models import visible
 from tinsmith.server.store.records import (
+    AccessScope,
     FinishReason,
     NewSession,
     Session,
@@ -21,6 +24,8 @@ from tinsmith.server.store.records import (
 )
 from tinsmith.server.store.schema import checkpoints, models, samplers, sessions
 
+# Written out rather than bound, because that is how the databases see that a partial index applies.
+_ACTIVE = sessions.c.state == sa.literal_column("'active'")
 _NEWEST_FIRST = (sessions.c.created.desc(), sessions.c.session_id.desc())
 
 
@@ -48,9 +53,18 @@ class Sessions:
         self._database.write(lambda connection: connection.execute(sa.insert(sessions), values))
         return made
 
-    def get(self, session_id: str, owner: str) -> Session | None:
-        query = sa.select(sessions).where(sessions.c.session_id == session_id, sessions.c.owner == owner)
+    def get(self, session_id: str, reader: str, scope: AccessScope = "owned") -> Session | None:
+        query = sa.select(sessions).where(sessions.c.session_id == session_id, self._visible(reader, scope))
         return self._database.first(query, _session)
+
+    def _visible(self, reader: str, scope: AccessScope) -> sa.ColumnElement[bool]:
+        """Accessible is what the reader has, and what has a model with a published checkpoint."""
+        if scope == "owned":
+            return sessions.c.owner == reader
+        readable = sa.select(models.c.model_id).where(
+            models.c.session_id == sessions.c.session_id, visible(reader, scope, self._database.now())
+        )
+        return sa.or_(sessions.c.owner == reader, readable.exists())
 
     def heartbeat(self, session_id: str, owner: str) -> SessionState | None:
         """Note that the client lives; gives back the session's state, `None` without such a session."""
@@ -64,46 +78,53 @@ class Sessions:
 
     def finish(self, session_id: str, owner: str, reason: FinishReason, detail: str | None = None) -> bool:
         """The client says how it ended. The first end of a session stands; False if there is no such session."""
-        return self._end(session_id, owner, state="client_finished", finish_reason=reason, finish_detail=detail)
-
-    def cancel(self, session_id: str, owner: str, detail: str) -> bool:
-        """The server ends the session, for instance because its client is gone; otherwise as `finish`."""
-        return self._end(session_id, owner, state="cancelled", finish_detail=detail)
-
-    def _end(self, session_id: str, owner: str, **values: str | None) -> bool:
         mine = sa.and_(sessions.c.session_id == session_id, sessions.c.owner == owner)
+        values = {"state": "client_finished", "finish_reason": reason, "finish_detail": detail}
 
         def write(connection: sa.Connection) -> bool:
-            connection.execute(sa.update(sessions).where(mine, sessions.c.state == "active").values(**values))
+            connection.execute(sa.update(sessions).where(mine, _ACTIVE).values(values))
             return connection.scalar(sa.select(sa.literal(1)).select_from(sessions).where(mine)) is not None
 
         return self._database.write(write)
+
+    def end_silent(self, heard_before: datetime) -> list[str]:
+        """The server ends the sessions whose clients were last heard of before that time; gives back their ids."""
+        silent = sa.and_(_ACTIVE, sessions.c.heartbeat < heard_before)
+        update = (
+            sa.update(sessions)
+            .where(silent)
+            .values(state="cancelled", finish_detail="Its client was not heard of any more.")
+            .returning(sessions.c.session_id)
+        )
+        return self._database.write(lambda connection: [*connection.scalars(update)])
 
     def set_project(self, session_id: str, owner: str, project_id: str) -> bool:
         """False if there is no such session."""
         update = sa.update(sessions).where(sessions.c.session_id == session_id, sessions.c.owner == owner)
         return self._database.write(lambda c: c.execute(update.values(project_id=project_id)).rowcount > 0)
 
-    def page(self, owner: str, *, limit: int, offset: int = 0) -> list[str]:
+    def page(self, reader: str, *, limit: int, offset: int = 0, scope: AccessScope = "owned") -> list[str]:
         """The ids, newest first."""
-        query = sa.select(sessions.c.session_id).where(sessions.c.owner == owner).order_by(*_NEWEST_FIRST)
+        query = sa.select(sessions.c.session_id).where(self._visible(reader, scope)).order_by(*_NEWEST_FIRST)
         return self._database.all(query.limit(limit).offset(offset), lambda row: row.session_id)
 
-    def members(self, session_id: str) -> SessionMembers:
-        """What was made in a session, oldest first."""
-        runs = sa.select(models.c.model_id).where(models.c.session_id == session_id).order_by(models.c.created)
-        made = sa.select(samplers.c.sampler_id).where(samplers.c.session_id == session_id).order_by(samplers.c.created)
+    def members(self, session_id: str, reader: str) -> SessionMembers:
+        """What was made in a session, as far as the reader may see it, oldest first."""
+        now = self._database.now()
+        runs = sa.select(models.c.model_id).where(models.c.session_id == session_id, visible(reader, "accessible", now))
+        made = sa.select(samplers.c.sampler_id).where(samplers.c.session_id == session_id, samplers.c.owner == reader)
         return self._database.read(
             lambda connection: SessionMembers(
-                model_ids=[*connection.scalars(runs)], sampler_ids=[*connection.scalars(made)]
+                model_ids=[*connection.scalars(runs.order_by(models.c.created))],
+                sampler_ids=[*connection.scalars(made.order_by(samplers.c.created))],
             )
         )
 
     def search(self, query: SessionQuery) -> SessionsFound:
         """Newest first. `next_cursor` continues after the last one found, and is `None` at the end."""
         statement = (
-            sa.select(sessions, *_stored_checkpoints())
-            .where(sessions.c.owner.in_(query.owners), *self._conditions(query))
+            sa.select(sessions, *_stored_checkpoints(query.reader))
+            .where(self._visible(query.reader, query.scope), *self._conditions(query))
             .order_by(*_NEWEST_FIRST)
             .limit(query.limit + 1)
         )
@@ -118,19 +139,34 @@ class Sessions:
 
     def _conditions(self, query: SessionQuery) -> list[sa.ColumnElement[bool]]:
         conditions: list[sa.ColumnElement[bool]] = []
-        if query.session_id is not None:
-            conditions.append(sessions.c.session_id == query.session_id)
+        if query.owners is not None:
+            conditions.append(sessions.c.owner.in_(query.owners))
+        names = self._names(query)
+        if names:
+            conditions.append(sa.or_(*names))
         if query.project_ids is not None:
             conditions.append(sessions.c.project_id.in_(query.project_ids))
-        if query.display_name is not None:
-            conditions.append(sessions.c.display_name == query.display_name)
         if query.statuses is not None:
             conditions.append(sa.or_(sa.false(), *(_has_status(wanted) for wanted in query.statuses)))
         if query.cursor is not None:
             place = sa.tuple_(sessions.c.created, sessions.c.session_id)
             conditions.append(place < (query.cursor.last_created_at, query.cursor.last_session_id))
-        conditions.extend(self._has_metadata(key, value) for key, value in query.user_metadata.items())
+        conditions.extend(
+            sa.and_(sessions.c.owner == query.reader, self._has_metadata(key, value))
+            for key, value in query.user_metadata.items()
+        )
         return conditions
+
+    def _names(self, query: SessionQuery) -> list[sa.ColumnElement[bool]]:
+        """By id and by words of the name."""
+        names: list[sa.ColumnElement[bool]] = []
+        if query.session_id is not None:
+            names.append(sessions.c.session_id == query.session_id)
+        if query.display_name is not None:
+            words = query.display_name.split()
+            occur = (sessions.c.display_name.icontains(word, autoescape=True) for word in words)
+            names.append(sa.and_(sessions.c.owner == query.reader, *occur))
+        return names
 
     def _has_metadata(self, key: str, value: str) -> sa.ColumnElement[bool]:
         # As rows of keys and values rather than by a JSON path, in which a key with a quote cannot be written.
@@ -145,12 +181,13 @@ def _has_status(wanted: StatusFilter) -> sa.ColumnElement[bool]:
     return sa.and_(sessions.c.state == wanted.state, sessions.c.finish_reason.in_(wanted.reasons))
 
 
-def _stored_checkpoints() -> tuple[sa.ColumnElement[int], sa.ColumnElement[int]]:
-    """How many checkpoints the models of a session have, and their bytes."""
+def _stored_checkpoints(reader: str) -> tuple[sa.ColumnElement[int], sa.ColumnElement[int]]:
+    """How many checkpoints the models of a session have that the reader may see, and their bytes."""
     of_session = (
         sa.select(sa.func.count())
         .select_from(checkpoints.join(models, models.c.model_id == checkpoints.c.run_id))
         .where(models.c.session_id == sessions.c.session_id)
+        .where(sa.or_(checkpoints.c.owner == reader, checkpoints.c.public))
     )
     size = sa.cast(sa.func.coalesce(sa.func.sum(checkpoints.c.size_bytes), 0), sa.BigInteger)
     return (

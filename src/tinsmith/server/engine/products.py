@@ -1,0 +1,62 @@
+"""Frozen matrices, laid out as the products of this machine read them fastest.
+
+torch multiplies a plain matrix by laying it out anew in blocks at every call. With the few rows of a decode step that
+costs as much as the product itself; and for float32 it calls a library that is slow on CPUs of other makers. oneDNN,
+which torch carries along, can keep the blocks instead.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+class Matrix:
+    """[out, in], with an optional bias; never changed and never trained."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.bias = bias
+        self._is_packed = _can_pack(weight)
+        self._weight = _packed(weight) if self._is_packed else weight
+        self._transposed: Tensor | None = None
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T + b: [T, in] -> [T, out]"""
+        if self._is_packed:
+            return _multiply(x, self._weight, self.bias)
+        return functional.linear(x, self._weight, self.bias)
+
+    def gradient(self, dy: Tensor) -> Tensor:
+        """dy W: [T, out] -> [T, in]"""
+        if not self._is_packed:
+            return torch.mm(dy, self._weight)
+        if self._transposed is None:  # a model that only samples never needs it
+            self._transposed = _packed(self.plain().t().contiguous())
+        return _multiply(dy, self._transposed, None)
+
+    def plain(self) -> Tensor:
+        return self._weight.to_dense() if self._is_packed else self._weight
+
+
+def _can_pack(weight: Tensor) -> bool:
+    if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
+        return False
+    if not torch.backends.mkldnn.is_available():
+        return False
+    has_bfloat16: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight)
+    return packed
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y

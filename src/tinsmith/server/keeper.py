@@ -1,0 +1,190 @@
+"""Keeps one worker process alive: starts it, hears it, starts it again when it dies, and knows when to give up."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from tinsmith.server.messages import Message, WorkerSettings
+from tinsmith.server.suspects import ending
+
+log = logging.getLogger(__name__)
+
+WORKER_MODULE = "tinsmith.server.worker_process"
+FIRST_PAUSE_SECONDS = 0.5
+MAX_PAUSE_SECONDS = 30.0
+MAX_FAILED_STARTS = 5
+"""Deaths in a row without having loaded the model."""
+STOP_SECONDS = 30.0
+
+# OpenMP's threads wait for work by spinning, which starves whoever else wants the cores. It is read when torch loads.
+WORKER_ENVIRONMENT = {"GOMP_SPINCOUNT": "1000"}
+_MAX_LINE_BYTES = 2**24
+
+
+class Keeper:
+    """`hear` gets the ids of finished jobs; `refuse` settles the jobs of a model that was given up, with the reason."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: WorkerSettings,
+        hear: Callable[[Sequence[str]], None],
+        refuse: Callable[[str, str], Awaitable[None]],
+    ) -> None:
+        self.is_ready = False
+        self.problem: str | None = None
+        """Why there will be no worker any more."""
+        self.settled = asyncio.Event()
+        """Set when the worker is ready, or was given up."""
+
+        self._name = name
+        self._settings = settings
+        self._hear = hear
+        self._refuse = refuse
+        self._process: asyncio.subprocess.Process | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._last_words = Message()
+        self._was_useful = False
+        self._wanted = asyncio.Event()
+        self._woken = False
+        self._stopping = False
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._name}")
+
+    def wake(self) -> None:
+        self._wanted.set()
+        if self._process is None or self._process.stdin is None or self._woken:
+            return
+        with contextlib.suppress(OSError, RuntimeError):  # it has just died; its successor looks for itself
+            self._process.stdin.write(b".")
+        # Of many that wake it in one turn of the loop, the first is enough.
+        self._woken = True
+        asyncio.get_running_loop().call_soon(self._not_woken)
+
+    def _not_woken(self) -> None:
+        self._woken = False
+
+    # Its lives
+
+    async def _keep(self) -> None:
+        failed_starts, pause, last_status = 0, FIRST_PAUSE_SECONDS, None
+        while True:
+            status, was_ready = await self._live(last_status)
+            if self._stopping:
+                return
+            failed_starts = 0 if was_ready else failed_starts + 1
+            if failed_starts == MAX_FAILED_STARTS or self._last_words.is_final:
+                break
+            if was_ready:
+                last_status = status
+            if self._was_useful:
+                pause = FIRST_PAUSE_SECONDS
+            log.error(
+                "The worker of %s is gone: %s; starting it again in %.1f s.", self._name, self._why(status), pause
+            )
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, MAX_PAUSE_SECONDS)
+        await self._give_up(self._why(status))
+
+    def _why(self, status: int | None) -> str:
+        return self._last_words.failed or f"its process ended {ending(status)}"
+
+    async def _live(self, last_status: int | None) -> tuple[int | None, bool]:
+        """One process from its start to its end: the exit status, and whether it ever loaded the model.
+
+        It is told how the last one ended that had jobs to run.
+        """
+        self._last_words, self._was_useful = Message(), False
+        status = None
+        try:
+            status = await self._run(last_status)
+        except OSError as error:  # no memory or no process left to start it with
+            self._last_words = Message(failed=f"its process cannot be started: {error}")
+        was_ready, self.is_ready = self.is_ready, False
+        self.settled.clear()
+        return status, was_ready
+
+    async def _run(self, last_status: int | None) -> int:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            WORKER_MODULE,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=_MAX_LINE_BYTES,
+            env={**WORKER_ENVIRONMENT, **os.environ},
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process = process
+        try:
+            settings = msgspec.structs.replace(self._settings, last_status=last_status)
+            process.stdin.write(msgspec.json.encode(settings) + b"\n")
+            async for line in process.stdout:
+                self._heard(line)
+            return await process.wait()
+        finally:
+            self._process = None
+
+    def _heard(self, line: bytes) -> None:
+        try:
+            message = msgspec.json.decode(line, type=Message)
+        except msgspec.DecodeError:
+            log.warning("The worker of %s printed %r.", self._name, line[:200])
+            return
+        if message.ready:
+            self.is_ready = True
+            self.settled.set()
+        elif message.failed:
+            self._last_words = message
+        else:
+            self._was_useful = True
+            self._hear(message.done)
+
+    async def _give_up(self, why: str) -> None:
+        self.problem = f"The base model {self._name!r} cannot be loaded: {why.rstrip('.')}."
+        log.error("%s It is not tried again until the server is restarted.", self.problem)
+        self.settled.set()
+        while True:
+            self._wanted.clear()
+            try:
+                await self._refuse(self._name, self.problem)
+                await self._wanted.wait()
+            except Exception:
+                log.exception("could not refuse the jobs of %s", self._name)
+                await asyncio.sleep(MAX_PAUSE_SECONDS)
+
+    # Its end
+
+    async def stop(self) -> None:
+        """Ends the worker: when its input ends it finishes its step; one that is still loading has none to finish."""
+        if self._task is None:
+            return
+        self._stopping = True
+        process = self._process
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            if not self.is_ready or not await _ends_within(process, STOP_SECONDS):
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+async def _ends_within(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    try:
+        await asyncio.wait_for(process.wait(), seconds)
+    except TimeoutError:
+        return False
+    return True

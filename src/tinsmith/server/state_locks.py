@@ -1,0 +1,75 @@
+"""Who may use a state folder: one server at a time, and no new one before the workers of the last one have ended.
+
+A worker whose server was killed ends after its step. Until then it may be writing a checkpoint, and what it completes
+still counts.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from tinsmith.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 120.0
+_LOOK_AGAIN_SECONDS = 0.05
+_SERVER, _WORKERS = "serve.lock", "workers.lock"
+
+
+@contextmanager
+def sole_use(state: Path) -> Iterator[None]:
+    """The folder is made if it is not there. Two servers on one folder would run the same jobs."""
+    lock = FileLock(state / _SERVER)
+    try:
+        state.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"Another server uses the state folder {state}. Stop it, or choose another folder with --state."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"The state folder {state} cannot be used: {error}. Choose another with --state.") from error
+    try:
+        _wait_for_workers(state)
+        yield
+    finally:
+        lock.release()
+
+
+def hold_as_worker(state: Path) -> None:
+    """Lets no other server use the folder until this process ends."""
+    fcntl.flock(os.open(state / _WORKERS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
+
+
+def _wait_for_workers(state: Path) -> None:
+    descriptor = os.open(state / _WORKERS, os.O_CREAT | os.O_RDWR)
+    try:
+        if not _is_free(descriptor):
+            log.info("A worker of the last server is still busy; waiting up to %.0f s for its end.", WAIT_SECONDS)
+        end = time.monotonic() + WAIT_SECONDS
+        while not _is_free(descriptor):
+            if time.monotonic() > end:
+                raise ConfigError(
+                    f"A worker of an earlier server still uses the state folder {state}. Wait until it has finished "
+                    "its step, or end that process."
+                )
+            time.sleep(_LOOK_AGAIN_SECONDS)
+    finally:
+        os.close(descriptor)
+
+
+def _is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

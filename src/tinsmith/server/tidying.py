@@ -1,0 +1,94 @@
+"""What happens every minute beside the requests: silent sessions end, and what was kept long enough is removed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import Executor
+from datetime import datetime, timedelta
+
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.config import ServerConfig
+from tinsmith.server.recent import Recent
+from tinsmith.server.snapshots import snapshot_path
+from tinsmith.server.spilled import SpilledWeights
+from tinsmith.server.store import Store
+from tinsmith.server.store.database import utc_now
+from tinsmith.server.store.records import Sampler
+from tinsmith.server.waiting import Waiting, Workers
+
+log = logging.getLogger(__name__)
+
+ROUND_SECONDS = 60.0
+
+
+class Tidying:
+    def __init__(
+        self,
+        config: ServerConfig,
+        store: Store,
+        folders: CheckpointFolders,
+        waiting: Waiting,
+        workers: Workers,
+        samplers_in_use: Recent[tuple[str, str], Sampler],
+        now: Callable[[], datetime] = utc_now,
+    ) -> None:
+        self._config = config
+        self._store = store
+        self._folders = folders
+        self._snapshots = CheckpointFolders(config.snapshots)
+        self._spilled = SpilledWeights(config.samplers)
+        self._waiting = waiting
+        self._workers = workers
+        self._samplers_in_use = samplers_in_use
+        self._now = now
+        self._last_round = self._listening_since = now()
+
+    async def run(self, threads: Executor) -> None:
+        """A round at once and one every minute or more often, until cancelled."""
+        pause = min(ROUND_SECONDS, self._config.session_timeout_seconds / 4)
+        while True:
+            try:
+                await self.round(threads)
+            except Exception:
+                log.exception("could not tidy up")
+            await asyncio.sleep(pause)
+
+    async def round(self, threads: Executor) -> None:
+        in_thread = asyncio.get_running_loop().run_in_executor
+        await in_thread(threads, self._end_silent_sessions)
+        abandoned = await in_thread(threads, self._store.jobs.cancel_abandoned)
+        self._waiting.notice(abandoned.cancelled)
+        for base_model in abandoned.asked:
+            self._workers.wake(base_model)
+        await in_thread(threads, self._remove_old)
+        self._samplers_in_use.clear()  # some may not be used any more
+
+    def _end_silent_sessions(self) -> None:
+        """Silence counts only where we would have heard: not before a restart, nor while the machine slept."""
+        now, patience = self._now(), timedelta(seconds=self._config.session_timeout_seconds)
+        if now - self._last_round > timedelta(seconds=3 * ROUND_SECONDS):
+            self._listening_since = now
+        self._last_round = now
+        if now - self._listening_since < patience:
+            return
+        for session_id in self._store.sessions.end_silent(heard_before=now - patience):
+            log.info("The session %s has ended: its client was not heard of for %s.", session_id, patience)
+
+    def _remove_old(self) -> None:
+        now = self._now()
+        self._store.results.expire(now - timedelta(seconds=self._config.result_ttl_seconds))
+        for checkpoint in self._store.checkpoints.expired():
+            self._folders.delete(checkpoint.key.tinker_path)
+            self._store.checkpoints.delete(checkpoint.key, checkpoint.owner)
+        self._remove_unused(now - timedelta(seconds=self._config.idle_seconds))
+
+    def _remove_unused(self, idle_since: datetime) -> None:
+        for model_id, seq_id in self._store.models.remove_idle(idle_since).items():
+            if seq_id is not None:
+                self._snapshots.delete(snapshot_path(model_id, seq_id))
+        self._store.samplers.remove_copies(idle_since)
+        written = self._spilled.sampler_ids()
+        for sampler_id in set(written) - self._store.samplers.kept(written):
+            self._spilled.remove(sampler_id)

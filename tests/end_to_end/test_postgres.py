@@ -1,0 +1,95 @@
+"""The whole way on PostgreSQL: train, save, sample, lose every process in turn, and go on; then lose the database."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tinsmith
+from tests.end_to_end.scripts import sentence
+from tests.end_to_end.serving import KEY, ServerProcess, wait_until
+from tests.server.postgres import Postgres
+
+MODEL = "tiny/model-1"
+STEP = tinsmith.AdamParams(learning_rate=1e-2)
+PROMPT = tinsmith.ModelInput.from_ints([1, 2, 3])
+SEEDED = tinsmith.SamplingParams(max_tokens=8, seed=5, stop=[])
+RESULT_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[Postgres]:
+    with Postgres() as database:
+        yield database
+
+
+@pytest.fixture(scope="module")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path], postgres: Postgres
+) -> Iterator[ServerProcess]:
+    state, database = tmp_path_factory.mktemp("on-postgres"), postgres.new_database()
+    with ServerProcess(state, {MODEL: models[MODEL]}, f"--database={database}") as running:
+        yield running
+        assert not (state / "tinsmith.db").exists()
+
+
+@pytest.fixture
+def client(server: ServerProcess) -> Iterator[tinsmith.ServiceClient]:
+    with tinsmith.ServiceClient(base_url=server.url, api_key=KEY) as opened:
+        yield opened
+
+
+def submit(model: Any, steps: Sequence[int]) -> list[Any]:
+    futures = []
+    for step in steps:
+        futures.append(model.forward_backward([sentence(tinsmith, step)], "cross_entropy"))
+        model.optim_step(STEP)
+    return futures
+
+
+def losses(futures: Sequence[Any]) -> list[float]:
+    return [future.result(timeout=RESULT_SECONDS).metrics["loss:sum"] for future in futures]
+
+
+def drawn(sampler: Any) -> list[list[int]]:
+    return [one.tokens for one in sampler.sample(PROMPT, 2, SEEDED).result(timeout=RESULT_SECONDS).sequences]
+
+
+def test_a_run_outlives_every_process_and_is_resumed(server: ServerProcess, client: tinsmith.ServiceClient) -> None:
+    calm = client.create_lora_training_client(MODEL, rank=4, seed=1)
+    expected = losses(submit(calm, range(30)))
+
+    model = client.create_lora_training_client(MODEL, rank=4, seed=1)
+    futures = submit(model, range(10))
+    futures[1].result(timeout=RESULT_SECONDS)
+    server.kill_worker()
+    futures += submit(model, range(10, 20))
+    futures[11].result(timeout=RESULT_SECONDS)
+    saved = model.save_state("half").result(timeout=RESULT_SECONDS).path
+    sampler = model.save_weights_and_get_sampling_client()
+    before = drawn(sampler)
+    rest = submit(model, range(20, 30))
+    server.kill()
+    server.start()
+    assert losses([*futures, *rest]) == pytest.approx(expected, rel=1e-5)
+    assert drawn(sampler) == before
+
+    resumed = client.create_training_client_from_state_with_optimizer(saved)
+    assert losses(submit(resumed, range(20, 30))) == pytest.approx(expected[20:], rel=1e-5)
+
+
+def test_a_restart_of_the_database_costs_only_time(
+    server: ServerProcess, client: tinsmith.ServiceClient, postgres: Postgres
+) -> None:
+    model = client.create_lora_training_client(MODEL, rank=4, seed=1)
+    first = losses(submit(model, range(3)))
+    worker = server.workers()
+    postgres.stop()
+    waiting = model.forward([sentence(tinsmith, 0)], "cross_entropy")
+    wait_until(lambda: server.workers() != worker, 60, "the worker did not notice")
+    postgres.start()
+    assert losses([waiting])[0] < first[0]
+    assert losses(submit(model, [3]))

@@ -1,0 +1,167 @@
+"""What ends and what is removed without anybody asking, with a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from tests.server.api.running import RunningServer
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.snapshots import snapshot_path
+from tinsmith.server.spilled import SpilledWeights
+from tinsmith.server.tidying import Tidying
+
+TIMEOUT = timedelta(minutes=10)
+MINUTE = timedelta(minutes=1)
+
+
+class Minutes:
+    """Rounds of tidying, a minute apart, at times of our own."""
+
+    def __init__(self, running: RunningServer) -> None:
+        services = running.app.state.services
+        self.now = datetime.now(UTC)
+        self.tidying = Tidying(
+            services.config,
+            services.store,
+            services.folders,
+            services.waiting,
+            services.workers,
+            services.samplers_in_use,
+            lambda: self.now,
+        )
+        self._running = running
+        self._threads = ThreadPoolExecutor(1)
+
+    def round(self) -> None:
+        loop = self._running.workers.loop
+        asyncio.run_coroutine_threadsafe(self.tidying.round(self._threads), loop).result(30)
+
+    def pass_(self, span: timedelta) -> None:
+        for _ in range(span // MINUTE):
+            self.now += MINUTE
+            self.round()
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[RunningServer]:
+    with RunningServer(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def minutes(running: RunningServer) -> Minutes:
+    return Minutes(running)
+
+
+def status(running: RunningServer, session_id: str) -> str:
+    found = running.post("sessions/search", {"session_id": session_id}).json()["sessions"][0]
+    return str(found["status"]["type"])
+
+
+def test_a_session_that_falls_silent_ends_with_its_samples_and_keeps_its_models(
+    running: RunningServer, minutes: Minutes
+) -> None:
+    session_id = running.session()
+    model_id, sampler_id = running.model(session_id), running.sampler(session_id)
+    saved = running.result(running.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"}))
+    running.workers.hold("sample")
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+    waiting = running.post("asample", {**body, "sampling_session_id": sampler_id, "seq_id": 0})
+    minutes.pass_(TIMEOUT)
+    assert status(running, session_id) == "active"
+    minutes.pass_(MINUTE)
+    assert status(running, session_id) == "cancelled"
+    running.workers.release()
+    assert "cancelled" in running.result(waiting)["error"]
+    assert running.post("session_heartbeat", {"session_id": session_id}).status == 410
+    refused = running.result(running.post("asample", {**body, "sampling_session_id": sampler_id, "seq_id": 1}))
+    assert refused["category"] == "user"
+    assert "make a new sampling client" in refused["error"]
+    again = {"session_id": session_id, "model_seq_id": 1, "base_model": "tiny/model-1"}
+    assert running.post("create_model", again).status == 410
+    assert running.post("weights_info", {"tinker_path": saved["path"]}).status == 200
+    step = running.post("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}})
+    assert "metrics" in running.result(step)
+
+
+def test_a_session_whose_client_is_heard_of_goes_on(running: RunningServer, minutes: Minutes) -> None:
+    session_id = running.session()
+    for _ in range(3):
+        minutes.pass_(TIMEOUT - MINUTE)
+        running.store.sessions._database.now = lambda: minutes.now
+        assert running.post("session_heartbeat", {"session_id": session_id}).status == 200
+    assert status(running, session_id) == "active"
+
+
+def test_silence_that_nobody_could_have_heard_does_not_count(running: RunningServer, minutes: Minutes) -> None:
+    """A client that waits for its server, or whose machine slept as ours did, finds its session again."""
+    session_id = running.session()
+    minutes.now += timedelta(days=1)
+    minutes.round()
+    minutes.pass_(TIMEOUT - MINUTE)
+    assert status(running, session_id) == "active"
+    restarted = Minutes(running)
+    restarted.now = minutes.now
+    restarted.round()
+    assert status(running, session_id) == "active"
+    minutes.pass_(MINUTE)
+    assert status(running, session_id) == "cancelled"
+
+
+def test_files_of_copied_weights_go_with_the_last_who_could_ask_for_them(
+    running: RunningServer, minutes: Minutes, tmp_path: Path
+) -> None:
+    spilled = SpilledWeights(tmp_path / "samplers")
+    session_id = running.session()
+    model_id = running.model(session_id)
+    snapshot = {"model_id": model_id, "seq_id": 1, "sampling_session_seq_id": 0}
+    sampler_id = running.result(running.post("save_weights_for_sampler", snapshot))["sampling_session_id"]
+    for name in (sampler_id, "unknown:sample:0"):
+        with spilled.writing(name) as file:
+            file.write_bytes(b"weights")
+    minutes.round()
+    assert spilled.sampler_ids() == [sampler_id]
+    finish = {"reason": {"type": "success"}, "detail": None}
+    assert running.post(f"sessions/{session_id}/finish", finish).status == 204
+    minutes.round()
+    assert spilled.sampler_ids() == []
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+    refused = running.result(running.post("asample", {**body, "sampling_session_id": sampler_id, "seq_id": 0}))
+    assert "has no weights any more" in refused["error"]
+    assert refused["category"] == "user"
+
+
+def test_a_model_that_nobody_uses_is_given_up_a_week_after_its_session(
+    running: RunningServer, minutes: Minutes, tmp_path: Path
+) -> None:
+    model_id = running.model()
+    folders = CheckpointFolders(tmp_path / "snapshots")
+    with folders.writing(snapshot_path(model_id, 0)) as folder:
+        (folder / "weights").write_bytes(b"weights")
+    running.store.models.set_snapshot(model_id, 0)
+    running.post(f"sessions/{model_id.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
+    minutes.now += timedelta(days=6)
+    minutes.round()
+    assert folders.exists(snapshot_path(model_id, 0))
+    minutes.now += timedelta(days=2)
+    minutes.round()
+    assert not folders.exists(snapshot_path(model_id, 0))
+    running.app.state.services.models_in_use.clear()
+    step = running.result(running.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}}))
+    assert "load a checkpoint" in step["error"]
+
+
+def test_the_server_tidies_up_by_itself(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, session_timeout_seconds=1) as running:
+        session_id = running.session()
+        end = time.monotonic() + 30
+        while status(running, session_id) != "cancelled":
+            assert time.monotonic() < end, "the session was not ended"
+            time.sleep(0.05)
