@@ -1,59 +1,70 @@
-"""`tinsmith`: the command group. What a command needs is imported when it runs."""
+"""`tinsmith`: the commands, and the options that all of them share."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Sequence
 
 import click
 
 from tinsmith._version import __version__
+from tinsmith.cli.lazy import LazyGroup
+from tinsmith.cli.options import Options
+
+COMMANDS = {
+    "auth": "Log in and out, and see whose key it is.",
+    "billing": "See what was used and what it costs.",
+    "checkpoint": "List, share, download and delete checkpoints.",
+    "completion": "Print the script that completes commands in a shell.",
+    "keys": "Make, list and revoke the API keys of a server of yours.",
+    "model": "List the base models of a server.",
+    "run": "List training runs.",
+    "sample": "Let a model or a checkpoint continue a text.",
+    "serve": "Serve the Tinker API on this machine.",
+    "session": "Export the timeline of a session.",
+    "version": "Show the version.",
+}
+DEFAULT_TIMEOUT_SECONDS = 10.0
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    package="tinsmith.cli",
+    summaries=COMMANDS,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.option(
+    "-f",
+    "--format",
+    type=click.Choice(["table", "json"]),
+    default="table",
+    show_default=True,
+    help="Tables for people, or JSON for programs.",
+)
+@click.option("--base-url", metavar="URL", help="The server, or 'local'; else TINKER_BASE_URL or the hosted service.")
+@click.option("--api-key", metavar="KEY", help="Else TINKER_API_KEY, or the key of `tinsmith auth login`.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0.1),
+    default=DEFAULT_TIMEOUT_SECONDS,
+    show_default=True,
+    metavar="SECONDS",
+    help="When to give up on a server that does not answer.",
+)
 @click.version_option(__version__, prog_name="tinsmith", message="%(prog)s %(version)s")
-def main() -> None:
+@click.pass_context
+def cli(ctx: click.Context, format: str, base_url: str | None, api_key: str | None, timeout: float) -> None:
     """Both ends of the Tinker training API."""
+    ctx.obj = Options(format, base_url, api_key, timeout)
 
 
-@main.command()
-@click.option("--model", "models", multiple=True, required=True, metavar="MODEL", help="Hub id, folder or NAME=FOLDER.")
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", default=8000, show_default=True, help="0 takes a free one.")
-@click.option("--state", type=click.Path(path_type=Path, file_okay=False), help="Folder of all that must last.")
-@click.option("--database", default="", metavar="URL", help="PostgreSQL URL; by default SQLite in the state folder.")
-@click.option("--api-key", "api_keys", multiple=True, metavar="KEY", help="A key to accept; repeatable.")
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda", "mps"]), default="auto", show_default=True)
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True)
-def serve(
-    models: tuple[str, ...],
-    host: str,
-    port: int,
-    state: Path | None,
-    database: str,
-    api_keys: tuple[str, ...],
-    device: str,
-    dtype: str,
-) -> None:
-    """Serve the Tinker API on this machine."""
-    import logging
-
-    from tinsmith.errors import TinkerError
-    from tinsmith.server.config import ServerConfig
-    from tinsmith.server.main import serve as run
-    from tinsmith.server.models import parse_source
-
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and gives its exit code. Whatever goes wrong has been told on stderr by then."""
     try:
-        config = ServerConfig(
-            models=tuple(map(parse_source, models)),
-            host=host,
-            port=port,
-            state=(state or Path.home() / ".tinsmith").absolute(),
-            database=database,
-            api_keys=api_keys,
-            device=device,  # type: ignore[arg-type]
-            dtype=dtype,  # type: ignore[arg-type]
-        )
-        run(config, on_ready=lambda address: click.echo(f"Tinsmith is ready at {address}"))
-    except TinkerError as error:
-        raise click.ClickException(str(error)) from error
+        code = cli.main(arguments, prog_name="tinsmith", standalone_mode=False)
+    except SystemExit:  # click's own, when it was asked for completions
+        raise
+    except BaseException as error:  # noqa: BLE001 - nothing but an exit code leaves this program
+        from tinsmith.cli.failures import report
+
+        code = report(error)
+    return code if isinstance(code, int) else 0

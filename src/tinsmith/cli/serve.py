@@ -1,0 +1,90 @@
+"""`tinsmith serve`: the server of this package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tinsmith.cli.output import emit
+
+
+@click.command("serve")
+@click.option("--model", "models", multiple=True, required=True, metavar="MODEL", help="Hub id, folder or NAME=FOLDER.")
+@click.option("--host", metavar="ADDRESS", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    metavar="PORT",
+    help="0 takes a free one.",
+)
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Where all is kept that must last; ~/.tinsmith by default.",
+)
+@click.option("--database", default="", metavar="URL", help="PostgreSQL URL; by default SQLite in the state folder.")
+@click.option("--api-key", "api_keys", multiple=True, metavar="KEY", help="A key to accept; repeatable.")
+@click.option("--token-exchange", is_flag=True, help="Clients swap their key for a token that lasts an hour.")
+@click.option(
+    "--session-timeout",
+    type=click.IntRange(min=1),
+    default=600,
+    show_default=True,
+    metavar="SECONDS",
+    help="When a session ends whose client is silent.",
+)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda", "mps"]),
+    default="auto",
+    show_default=True,
+    help="Where the models run.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "bfloat16"]),
+    default="auto",
+    show_default=True,
+    help="The precision of the base models.",
+)
+def command(
+    models: tuple[str, ...],
+    host: str,
+    port: int,
+    state: Path | None,
+    database: str,
+    api_keys: tuple[str, ...],
+    token_exchange: bool,
+    session_timeout: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """Serve the Tinker API on this machine."""
+    import logging
+
+    from tinsmith.errors import MissingExtraError
+
+    try:
+        from tinsmith.server.config import ServerConfig
+        from tinsmith.server.main import serve
+        from tinsmith.server.models import parse_source
+    except ImportError as error:
+        raise MissingExtraError(error.name or "uvicorn", "server", "Serving") from error
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    config = ServerConfig(
+        models=tuple(map(parse_source, models)),
+        host=host,
+        port=port,
+        state=(state or Path.home() / ".tinsmith").absolute(),
+        database=database,
+        api_keys=api_keys,
+        token_exchange=token_exchange,
+        session_timeout_seconds=session_timeout,
+        device=device,  # type: ignore[arg-type]
+        dtype=dtype,  # type: ignore[arg-type]
+    )
+    serve(config, on_ready=lambda address: emit(f"Tinsmith is ready at {address}\n"))

@@ -1,0 +1,89 @@
+"""The keys of a server of one's own, in its database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.program import InProcess
+from tinsmith.server.store import Store
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    return tmp_path / "state"
+
+
+def verified(state: Path, key: str) -> str | None:
+    """The owner to whom the server would open, if to any."""
+    store = Store(f"sqlite:///{state / 'tinsmith.db'}")
+    found = store.keys.verify(key)
+    store.close()
+    return found and found.owner
+
+
+def test_a_new_key_is_printed_once_and_opens_the_server(cli: InProcess, state: Path) -> None:
+    done = cli("keys", "create", "laptop", "--note", "of Ann", "--state", state)
+    key = done.out.strip()
+    assert done.code == 0
+    assert key.startswith("tml-")
+    assert key not in done.err
+    assert "takes any until it is started again" in done.err
+    assert "first key" not in cli("keys", "create", "second", "--state", state).err
+    assert verified(state, key) is not None
+    listed = cli("keys", "list", "--state", state)
+    assert "laptop" in listed.out
+    assert "of Ann" in listed.out
+    assert key not in listed.out
+    assert f"...{key[-4:]}" in listed.out
+
+
+def test_two_keys_open_the_same_things_if_they_have_one_owner(cli: InProcess, state: Path) -> None:
+    made = [
+        cli("-f", "json", "keys", "create", name, *owner, "--state", state).json()
+        for name, owner in (("one", ()), ("two", ()), ("three", ("--owner", "local")))
+    ]
+    assert made[0].keys() == {"key_id", "name", "owner", "note", "hint", "created", "revoked", "key"}
+    assert made[0]["owner"] != made[1]["owner"]
+    assert made[2]["owner"] == "local"
+    again = cli("-f", "json", "keys", "create", "new", "--owner", made[0]["owner"], "--state", state).json()
+    assert verified(state, again["key"]) == made[0]["owner"]
+    found = cli("-f", "json", "keys", "list", "--owner", made[0]["owner"], "--state", state).json()["keys"]
+    assert [key["name"] for key in found] == ["one", "new"]
+    assert all("key" not in key for key in found)
+    assert found[0]["created"].endswith("Z")
+
+
+def test_a_revoked_key_is_refused_and_listed_as_such(cli: InProcess, state: Path) -> None:
+    made = cli("-f", "json", "keys", "create", "laptop", "--state", state).json()
+    refused = cli("keys", "revoke", str(made["key_id"]), "--state", state)
+    assert refused.code == 2, "nobody said yes"
+    assert verified(state, made["key"]) is not None
+    assert cli("keys", "revoke", str(made["key_id"]), "--yes", "--state", state) == (0, "", "")
+    assert verified(state, made["key"]) is None
+    (key,) = cli("-f", "json", "keys", "list", "--state", state).json()["keys"]
+    assert key["revoked"] is not None
+    assert cli("keys", "revoke", str(made["key_id"]), "--yes", "--state", state).code == 1
+
+
+def test_a_key_that_does_not_exist_cannot_be_revoked(cli: InProcess, state: Path) -> None:
+    cli("keys", "create", "laptop", "--state", state)
+    done = cli("keys", "revoke", "77", "--yes", "--state", state)
+    assert done.code == 1
+    assert "There is no key 77." in done.err
+    assert "tinsmith keys list" in done.err
+
+
+def test_a_folder_without_a_server_is_not_made_into_one_by_looking(cli: InProcess, state: Path) -> None:
+    done = cli("keys", "list", "--state", state)
+    assert done.code == 1
+    assert "--state or --database" in done.err
+    assert not state.exists()
+
+
+def test_a_database_that_cannot_be_reached_is_told_without_its_password(cli: InProcess) -> None:
+    done = cli("keys", "list", "--database", "postgresql://ann:secret@127.0.0.1:1/tinsmith")
+    assert done.code == 1
+    assert "The database cannot be opened" in done.err
+    assert "secret" not in done.err
