@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -156,13 +157,20 @@ Run: TypeAlias = tuple[int, int, int]
 """First slot, number of tokens, and the pitch of the rows that it is one of (0: it fits in no row)."""
 
 
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a CPU from the system, which makes them when they are first touched; torch would write them all now."""
+    if device.type != "cpu":
+        return torch.zeros(size, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
+
+
 class KvPool:
     """Keys and values of every layer: [layer, key or value, slot, key/value head, size of a head]."""
 
     def __init__(self, shape: ModelShape, num_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         # Zeros, not whatever was there: what a mask hides still takes part in products, and NaN times zero is NaN.
         size = (shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
-        self.storage = torch.zeros(size, dtype=dtype, device=device)
+        self.storage = _zeros(size, dtype, device)
         self.num_slots = num_slots
         self._layers = [tuple(layer.unbind()) for layer in self.storage.unbind()]
 
