@@ -105,10 +105,6 @@ def time_ratio(results: Results, side: str, other: str) -> float:
     return statistics.median(one.seconds / two.seconds for one, two in pairs)
 
 
-def fastest(results: Results, sides: Iterable[str]) -> str:
-    return min(sides, key=lambda side: seconds(results, side))
-
-
 # --- playing ---------------------------------------------------------------------------------------------------------
 
 
