@@ -20,15 +20,21 @@ from typing import Any, NamedTuple, TypeVar
 from harness import clean_environment
 
 from tinsmith.server.embedded import embedded_model
+from tinsmith.server.keeper import WORKER_ENVIRONMENT
 
 THREADS = 2
 RANK = 32
 OURS = "tinsmith"
+PEER_LIBRARIES = ("peft", "transformers")
+"""How the names of the sides that are not ours begin."""
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
-# Threads of OpenMP wait by spinning, which makes both sides many times slower as soon as anything else runs. So both
-# get what the server gives to its workers.
-ENVIRONMENT = clean_environment() | {"GOMP_SPINCOUNT": "1000", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+# Threads of OpenMP wait by spinning, which makes both sides many times slower as soon as anything else runs. So neither
+# does. Ours gets what else the server gives to its workers, too; the peer runs as it comes.
+ENVIRONMENT = clean_environment() | {
+    "GOMP_SPINCOUNT": WORKER_ENVIRONMENT["GOMP_SPINCOUNT"],
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
 
 C = TypeVar("C")
 Round = Callable[[int], float]
@@ -58,8 +64,9 @@ class _Player:
 
     def __init__(self, side: str, case: str) -> None:
         self._part = [sys.argv[0], "--play", side, case]
+        environment = ENVIRONMENT if side.startswith(PEER_LIBRARIES) else ENVIRONMENT | WORKER_ENVIRONMENT
         self._process = subprocess.Popen(
-            [sys.executable, *self._part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENVIRONMENT
+            [sys.executable, *self._part], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def round(self, number: int) -> Done:

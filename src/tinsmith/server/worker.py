@@ -21,6 +21,7 @@ from tinsmith.server.engine.adapters import Adapter
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.generate import SampleDone, SampleWork
 from tinsmith.server.engine.stopping import Decode
+from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, schedule
@@ -85,6 +86,8 @@ class Worker:
                 self._look()
             if not self._step() and not self._may_claim:
                 self._may_claim = self._bell.rang(within_seconds=LOOK_AGAIN_SECONDS)
+                if not self._may_claim:
+                    give_back_memory()
         self._store.jobs.release(self._base_model, self._name, begun=self._sampling)
         self._trainer.live.put_away_all()
 

@@ -34,11 +34,12 @@ def test_packed_attention_equals_its_definition(lengths: list[int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_equal_those_of_one_sequence_at_a_time(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("lengths", [[6, 6, 11, 1], [130, 130, 300], [600, 40]], ids=str)
+def test_gradients_equal_those_of_one_sequence_at_a_time(dtype: torch.dtype, lengths: list[int]) -> None:
     torch.manual_seed(0)
-    lengths = [6, 6, 11, 1]
-    q, k, v = (torch.randn(24, heads, 16, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
-    weights = torch.randn(24, 6, 16)
+    num_rows = sum(lengths)
+    q, k, v = (torch.randn(num_rows, heads, 16, dtype=dtype, requires_grad=True) for heads in (6, 2, 2))
+    weights = torch.randn(num_rows, 6, 16)
     (PackedCausal(lengths)(0, q, k, v) * weights).sum().backward()
     packed = [part.grad for part in (q, k, v)]
     exact = [part.detach().double().requires_grad_() for part in (q, k, v)]

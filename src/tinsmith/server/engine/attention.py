@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tinsmith.server.engine import short_attention
+
 
 class PackedCausal:
     """Attention for whole sequences lying one after another: an `Attend` for training and for prompts."""
@@ -91,8 +93,16 @@ class _InFloat32(torch.autograd.Function):  # type: ignore[misc]
 def _of_equal_lengths(length: int, count: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of `count` sequences of one length: [count * length, heads, size] -> the same."""
     q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in (q, k, v))
-    if q.device.type == "cpu" and q.dtype == torch.bfloat16:
+    if q.device.type == "cpu" and length <= short_attention.MAX_LENGTH:
+        attended = _of_short_ones(q, k, v)
+    elif q.device.type == "cpu" and q.dtype == torch.bfloat16:
         attended = _InFloat32.apply(q, k, v)
     else:
         attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return attended.transpose(1, 2).flatten(0, 1)
+
+
+def _of_short_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The heads that share keys and values make a group."""
+    groups = q.unflatten(1, (k.shape[1], -1)).flatten(0, 1)
+    return short_attention.attend(groups, k.flatten(0, 1), v.flatten(0, 1)).view(q.shape)

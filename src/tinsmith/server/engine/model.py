@@ -201,17 +201,17 @@ class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
         x = x.float()
-        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
         ctx.save_for_backward(x, inverse, weight)
         return (x * inverse).mul_(weight).to(dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
         x, inverse, weight = ctx.saved_tensors
-        normed = x * inverse
         dn = dy * weight
-        inner = torch.linalg.vecdot(dn, normed).unsqueeze(-1).div_(x.shape[-1])
-        return dn.sub_(normed.mul_(inner)).mul_(inverse), None, None, None
+        inner = torch.linalg.vecdot(dn, x).unsqueeze(-1).mul_(inverse.square()).div_(-x.shape[-1])
+        return dn.addcmul_(x, inner).mul_(inverse), None, None, None
 
 
 class _Rotate(torch.autograd.Function):  # type: ignore[misc]
@@ -258,7 +258,7 @@ class _GatedSilu(torch.autograd.Function):  # type: ignore[misc]
         gradient = torch.empty_like(gate_up)
         dgate, dup = gradient.chunk(2, dim=-1)
         torch.mul(dy, functional.silu(gate), out=dup)
-        dgate.copy_(torch.ops.aten.silu_backward(dy * up, gate))
+        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
         return gradient
 
 
