@@ -59,15 +59,14 @@ class Site:
 
 
 class _Packed:
-    """A site as two products: A, and the B of all parts as one matrix with zeros between them."""
+    """A site as two products: A with the scale, and the B of all parts as one matrix with zeros between them."""
 
     def __init__(self, site: Site) -> None:
-        self.a = Matrix(site.a)
+        self.a = Matrix(site.a * site.scale)
         self.b = Matrix(torch.block_diag(*site.b))
-        self.scale = site.scale
 
     def product(self, x: Tensor) -> Tensor:
-        return self.b.product(self.a.product(x).mul_(self.scale))
+        return self.b.product(self.a.product(x))
 
 
 class HasSites(Protocol):
@@ -146,7 +145,7 @@ def linear(x: Tensor, matrix: Matrix, lora: LoraRows | None, name: str) -> Tenso
 def _is_alone(x: Tensor, at: Sequence[Placed]) -> bool:
     """Whether one adapter adds to all of a few rows."""
     start, end, _ = at[0]
-    return x.dtype == torch.bfloat16 and len(x) <= FEW_ROWS and start == 0 and end == len(x)
+    return start == 0 and end == x.shape[0] <= FEW_ROWS
 
 
 def _is_small(x: Tensor, at: Sequence[Placed]) -> bool:

@@ -193,16 +193,20 @@ def _step(function: Any, *args: Any) -> Tensor:
 
 class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
-    def plain(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        """The weights of a head's norm differ from head to head, which torch's own norm does not know."""
-        normed = torch.rms_norm(x.float(), weight.shape[-1:], weight if weight.ndim == 1 else None, eps)
-        return (normed if weight.ndim == 1 else normed.mul_(weight)).to(dtype)
+    def plain(x: Tensor, weight: Tensor, eps: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.float()
+        return (x * _RmsNorm.inverse(x, eps)).mul_(weight).to(dtype)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        x = x.float()
+    def inverse(x: Tensor, eps: Tensor) -> Tensor:
+        """One over the root of the mean square of each row; in few steps, which is what costs when rows are few."""
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        inverse = torch.rsqrt(norm.square_().div_(x.shape[-1]).add_(eps))
+        return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.float()
+        inverse = _RmsNorm.inverse(x, eps)
         ctx.save_for_backward(x, inverse, weight)
         return (x * inverse).mul_(weight).to(dtype)
 
@@ -323,6 +327,10 @@ class Transformer:
         return linear(hidden.to(self.compute_dtype), self.head, lora, "lm_head").float()
 
     @cached_property
+    def _eps(self) -> Tensor:
+        return torch.tensor(self.shape.rms_norm_eps, device=self.device)
+
+    @cached_property
     def _frequencies(self) -> Tensor:
         return torch.tensor(self.shape.rope.inverse_frequencies, device=self.device)
 
@@ -331,7 +339,7 @@ class Transformer:
         return angles.cos() * self.shape.rope.factor, angles.sin() * self.shape.rope.factor
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _step(_RmsNorm, x, weight, self.shape.rms_norm_eps, self.compute_dtype)
+        return _step(_RmsNorm, x, weight, self._eps, self.compute_dtype)
 
     def _layer(
         self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, lora: LoraRows | None
@@ -346,13 +354,14 @@ class Transformer:
         num_rotated = shape.num_heads + shape.num_kv_heads
         qkv = linear(x, layer.qkv, lora, f"layers.{index}.qkv_proj")
         # Queries and keys lie side by side, so that one step norms or turns the heads of both.
-        qk, v = qkv.view(len(x), -1, shape.head_dim).split([num_rotated, shape.num_kv_heads], dim=1)
+        heads = qkv.view(x.shape[0], -1, shape.head_dim)
+        qk, v = torch.split_with_sizes(heads, [num_rotated, shape.num_kv_heads], dim=1)
         if layer.qk_norm is not None:
             qk = self._norm(qk, layer.qk_norm)
         if index not in shape.no_rope_layers:
             qk = _step(_Rotate, qk, *turn, self.compute_dtype)
-        q, k = qk.split([shape.num_heads, shape.num_kv_heads], dim=1)
-        attended = attend(index, q, k, v).reshape(len(x), -1)
+        q, k = torch.split_with_sizes(qk, [shape.num_heads, shape.num_kv_heads], dim=1)
+        attended = attend(index, q, k, v).reshape(x.shape[0], -1)
         return linear(attended, layer.output, lora, f"layers.{index}.o_proj")
 
     def _mlp(self, index: int, x: Tensor, lora: LoraRows | None) -> Tensor:
