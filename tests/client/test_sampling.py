@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -651,11 +652,26 @@ def test_old_callers_may_tell_of_queue_states(server: FakeServer) -> None:
 def test_a_tokenizer_is_that_of_the_base_model(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from tinsmith.client import tokenizers
 
-    monkeypatch.setattr(tokenizers, "get_tokenizer", lambda name: f"tokenizer of {name}")
+    monkeypatch.setattr(tokenizers, "get_tokenizer", lambda name, tokenizer_id=None: f"tokenizer of {name}")
     client = sampling_client(server)
     tokenizer: Any = client.get_tokenizer()
     assert tokenizer == "tokenizer of tiny/model-1"
     assert asyncio.run(client.get_tokenizer_async()) == tokenizer
+
+
+def test_a_server_may_say_which_tokenizer_it_is(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from tinsmith.client import tokenizers
+
+    monkeypatch.setattr(tokenizers, "get_tokenizer", lambda name, tokenizer_id: tokenizer_id)
+    folder_of_another_machine = "/home/of/another/machine"
+    for said, used in [("hub/id", "hub/id"), (str(tmp_path), str(tmp_path)), (folder_of_another_machine, None)]:
+        client = sampling_client(server)
+        answer = {"sampler_id": client.sampling_session_id, "base_model": "tiny/model-1", "tokenizer_id": said}
+        server.script(f"samplers/{client.sampling_session_id}", Reply(json=answer))
+        tokenizer: Any = client.get_tokenizer()
+        assert tokenizer == used
 
 
 def test_the_server_is_asked_once_however_many_samples_wait_for_its_flags(server: FakeServer) -> None:

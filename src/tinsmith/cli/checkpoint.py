@@ -10,6 +10,7 @@ import click
 from tinsmith.cli import shown
 from tinsmith.cli.checkpoint_delete import delete
 from tinsmith.cli.checkpoint_download import download
+from tinsmith.cli.checkpoint_export import export
 from tinsmith.cli.checkpoint_push import push_hf
 from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed
@@ -30,7 +31,7 @@ def command() -> None:
     """List, share, download and delete checkpoints."""
 
 
-for subcommand in (delete, download, push_hf):
+for subcommand in (delete, download, export, push_hf):
     command.add_command(subcommand)
 
 

@@ -296,10 +296,11 @@ class SamplingClient:
         return await self._connection.call_for(GetSamplerResponse, call)
 
     async def _get_tokenizer(self) -> Tokenizer:
-        from tinsmith.client.tokenizers import get_tokenizer
+        from tinsmith.client.tokenizers import get_tokenizer, known_here
 
         sampler = await self._get_sampler()
-        return await asyncio.to_thread(get_tokenizer, sampler.base_model)
+        # Only our own server says which tokenizer it is.
+        return await asyncio.to_thread(get_tokenizer, sampler.base_model, known_here(sampler.extra.get("tokenizer_id")))
 
 
 class _SamplerState(msgspec.Struct, frozen=True):

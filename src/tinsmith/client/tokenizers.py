@@ -74,6 +74,12 @@ def resolve_tokenizer(
     return _hub_source(name if tokenizer_id else _repository_of_model(name))
 
 
+def known_here(tokenizer_id: str | None) -> str | None:
+    """A tokenizer id as a server gives it, unless it is a folder of another machine: then the model's name must do."""
+    is_elsewhere = tokenizer_id is not None and os.path.isabs(tokenizer_id) and not _is_local(tokenizer_id)
+    return None if is_elsewhere else tokenizer_id
+
+
 def _text(field: str, value: object) -> str:
     if isinstance(value, os.PathLike):
         value = os.fspath(value)

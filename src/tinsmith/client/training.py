@@ -518,7 +518,7 @@ class TrainingClient:
         return await self._connection.call_for(GetInfoResponse, Call("POST", "/api/v1/get_info", body))
 
     async def _get_tokenizer(self) -> Tokenizer:
-        from tinsmith.client.tokenizers import get_tokenizer
+        from tinsmith.client.tokenizers import get_tokenizer, known_here
 
         model = (await self._get_info()).model_data
         name = model.model_name or model.tokenizer_id
@@ -526,7 +526,7 @@ class TrainingClient:
             raise UnsupportedByServerError(
                 "The server names neither a model nor a tokenizer for this run; load a tokenizer yourself."
             )
-        return await asyncio.to_thread(get_tokenizer, name, model.tokenizer_id)
+        return await asyncio.to_thread(get_tokenizer, name, known_here(model.tokenizer_id))
 
     async def _unload(self, _: Sequence[UntypedAPIFuture]) -> UnloadModelResponse:
         body = wire_json.encode(UnloadModelRequest(model_id=self.model_id))

@@ -1,0 +1,49 @@
+"""Adapters as the server writes them, but of random numbers: with the usual zeros nothing would show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tinsmith.server.engine.adapter_files import write_adapter
+from tinsmith.server.engine.adapters import Adapter, AdapterSpec
+from tinsmith.server.engine.model import ModelShape
+from tinsmith.server.engine.weights import read_config
+
+TIED = "ignore:Model has `tie_word_embeddings=True`:UserWarning"
+"""What peft says of every adapter that changes a tied output matrix."""
+
+torch.set_num_threads(1)  # tiny products gain nothing from threads
+
+PROMPT = [5, 17, 3, 60, 21, 9]
+
+
+def write_random_adapter(folder: Path, base: Path, spec: AdapterSpec | None = None, name: str = "tiny/base") -> Path:
+    spec = spec or AdapterSpec(rank=4, seed=1)
+    adapter = Adapter.create(ModelShape.from_config(read_config(base)), spec)
+    generator = torch.Generator().manual_seed(3)
+    adapter.weights.normal_(0, 0.05, generator=generator)
+    folder.mkdir(parents=True)
+    write_adapter(folder, adapter, name)
+    return folder
+
+
+def load(folder: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+
+
+def greedy(model: torch.nn.Module, prompt: list[int], num_tokens: int) -> list[int]:
+    """Written out: `generate` obeys settings of the folder."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        result: torch.Tensor = model(input_ids=torch.tensor([PROMPT])).logits
+    return result

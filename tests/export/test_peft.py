@@ -1,0 +1,106 @@
+"""A PEFT folder names what it holds as other tools expect it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file, save_file
+
+from tests.export.making import logits, write_random_adapter
+from tests.server.tiny_models import save_model
+from tinsmith.errors import InvalidInputError
+from tinsmith.export import new_folder, write_merged, write_peft
+
+ORIGIN = "tinker://run/weights/one"
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "base", "qwen3")
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, base: Path) -> Path:
+    return write_random_adapter(tmp_path / "adapter", base)
+
+
+def export(adapter: Path, target: Path, base_model: str) -> Path:
+    with new_folder(target) as folder:
+        write_peft(adapter, folder, base_model=base_model, origin=ORIGIN)
+    return target
+
+
+def test_peft_finds_the_base_by_itself(tmp_path: Path, base: Path, adapter: Path) -> None:
+    folder = export(adapter, tmp_path / "peft", str(base))
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    assert logits(model).isfinite().all()
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_the_card_says_what_it_is_and_how_to_load_it(tmp_path: Path, adapter: Path) -> None:
+    card = (export(adapter, tmp_path / "peft", "tiny/base") / "README.md").read_text()
+    assert card.startswith("---\nbase_model: tiny/base\nlibrary_name: peft\n")
+    assert f"tinker_path: {ORIGIN}\n" in card
+    assert "| rank | 4 |" in card
+    assert 'AutoModelForCausalLM.from_pretrained("tiny/base", dtype="auto")' in card
+    local = (export(adapter, tmp_path / "other", "/models/base") / "README.md").read_text()
+    assert "base_model:" not in local, "the hub refuses cards whose base is not on the hub"
+
+
+def test_names_of_the_hosted_service_become_those_of_published_weights(
+    tmp_path: Path, base: Path, adapter: Path
+) -> None:
+    """There the output matrix has a name of its own, and the modules are not spelt out."""
+    with new_folder(tmp_path / "ours") as folder:
+        write_merged(adapter, base, folder, base_model="x", origin=ORIGIN)
+    file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
+    weights = load_file(file)
+    save_file({name.replace("lm_head", "model.unembed_tokens"): weights[name] for name in weights}, file)
+    config.write_text(json.dumps({**json.loads(config.read_bytes()), "target_modules": "all-linear"}))
+    folder = export(adapter, tmp_path / "peft", str(base))
+    assert load_file(folder / file.name).keys() == weights.keys()
+    assert "lm_head" in json.loads((folder / config.name).read_bytes())["target_modules"]
+    with new_folder(tmp_path / "theirs") as folder:
+        write_merged(adapter, base, folder, base_model="x", origin=ORIGIN)
+    ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+# --- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_with_something_in_it_is_replaced_only_by_force_and_only_at_the_end(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    with new_folder(target) as folder:
+        (folder / "one").touch()
+    with pytest.raises(InvalidInputError, match="exists and is not empty"), new_folder(target):
+        raise AssertionError("it was begun")
+    with pytest.raises(OSError, match="full"):
+        fail_in(target)
+    assert [path.name for path in target.iterdir()] == ["one"]
+    with new_folder(target, force=True) as folder:
+        (folder / "two").touch()
+        assert (target / "one").exists()
+    assert [path.name for path in target.iterdir()] == ["two"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def fail_in(target: Path) -> None:
+    with new_folder(target, force=True) as folder:
+        (folder / "two").touch()
+        raise OSError("the disk is full")
+
+
+def test_a_file_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    with pytest.raises(InvalidInputError, match="is a file"), new_folder(tmp_path / "out", force=True):
+        raise AssertionError("it was begun")
