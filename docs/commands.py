@@ -10,8 +10,8 @@ from tinsmith.cli.main import cli
 PAGE = Path(__file__).parent / "reference" / "commands.md"
 INTRODUCTION = """# Commands
 
-`pip install 'tinsmith[cli]'` brings the program `tinsmith`. Options of all commands stand before the command, as in
-`tinsmith --format json run list`. Written by `python docs/commands.py` from the commands themselves.
+`pip install '.[cli]'` in a checkout brings the program `tinsmith`. Options of all commands stand before the command,
+as in `tinsmith --format json run list`. Written by `python docs/commands.py` from the commands themselves.
 
 | exit code | meaning |
 | --- | --- |
@@ -71,7 +71,8 @@ def _argument(argument: click.Argument) -> str:
 
 def _row(option: click.Option) -> str:
     """Written here and not by click, whose releases differ in how they write it."""
-    choices = "\\|".join(option.type.choices) if isinstance(option.type, click.Choice) else None
+    # In braces, because a bar would end the cell in some readers of Markdown and stand with its backslash in others.
+    choices = f"{{{','.join(option.type.choices)}}}" if isinstance(option.type, click.Choice) else None
     value = "" if option.is_flag else f" {option.metavar or choices}"
     default = f" Default: {option.default:g}." if isinstance(option.default, float) else f" Default: {option.default}."
     text = (option.help or "") + (default if option.show_default else " Required." if option.required else "")

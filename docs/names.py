@@ -63,7 +63,7 @@ def _sentence(value: Any) -> str:
     has_own = inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value)
     text = value.__doc__ if has_own and getattr(value, "__module__", None) != "builtins" else None
     first = (text or "").strip().split("\n\n")[0].replace("\n", " ")
-    return " ".join(first.split()).split(". ")[0].rstrip(".").replace("|", "\\|")
+    return " ".join(first.split()).split(". ")[0].rstrip(".").replace(" | ", " or ")  # a bar ends a cell
 
 
 if __name__ == "__main__":
