@@ -313,7 +313,7 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(user: Program, runnin
         assert "(stopped)" in somebody.at_the_prompt()
         somebody.type("/undo\n")
         assert "Messages that are remembered: 0." in somebody.at_the_prompt(), "what was said so far had been kept"
-        somebody.type("\x03")
+        somebody.interrupt()
         assert somebody.gone() == 130
         assert "Traceback" not in somebody.seen
 

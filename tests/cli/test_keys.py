@@ -29,7 +29,7 @@ def test_a_new_key_is_printed_once_and_opens_the_server(cli: InProcess, state: P
     assert done.code == 0
     assert key.startswith("tml-")
     assert key not in done.err
-    assert "takes any until it is started again" in done.err
+    assert "from now on the server takes no others" in done.err
     assert "first key" not in cli("keys", "create", "second", "--state", state).err
     assert verified(state, key) is not None
     listed = cli("keys", "list", "--state", state)

@@ -96,6 +96,19 @@ def test_a_model_and_a_checkpoint_continue_a_text(user: Program, checkpoint: str
     assert from_stdin.out.startswith("--- 1 of 2 ---\n")
 
 
+def test_what_somebody_else_has_published_can_be_looked_at(user: Program, running: ServerProcess) -> None:
+    with tinsmith.ServiceClient(base_url=running.url, api_key=KEY) as client:
+        trainer = client.create_lora_training_client(MODEL, rank=4, seed=1)
+        path = str(trainer.save_state("shared").result().path)
+    made = user("-f", "json", "keys", "create", "bob", "--state", running.state).json()
+    bobs = Program(user.home, **variables_of(running.url, made["key"]))
+    refused = bobs("checkpoint", "info", path)
+    assert (refused.code, refused.out) == (1, "")
+    assert user("checkpoint", "publish", path).code == 0
+    shown = bobs("-f", "json", "checkpoint", "info", path).json()
+    assert (shown["tinker_path"], shown["public"]) == (path, True)
+
+
 def test_a_key_made_for_a_running_server_works_until_it_is_revoked(user: Program, running: ServerProcess) -> None:
     made = user("-f", "json", "keys", "create", "ann", "--state", running.state).json()
     anns = Program(user.home, **variables_of(running.url, made["key"]))

@@ -97,7 +97,8 @@ def info(options: Options, path: str) -> None:
 def _look_up(server: Server, path: str) -> tuple[Checkpoint, TrainingRun]:
     """There is no way to ask for one checkpoint, so it is looked for among those of its run."""
     run_id = path.removeprefix("tinker://").partition("/")[0]
-    listed, asked = server.rest.list_checkpoints(run_id), server.rest.get_training_run(run_id)
+    # The run of somebody else, if the checkpoint was published.
+    listed, asked = server.rest.list_checkpoints(run_id), server.rest.get_training_run(run_id, "accessible")
     run = server.wait(asked)
     found = [checkpoint for checkpoint in server.wait(listed).checkpoints if checkpoint.tinker_path == path]
     if not found:

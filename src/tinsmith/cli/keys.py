@@ -27,8 +27,8 @@ DATABASE_FILE = "tinsmith.db"
 def command() -> None:
     """Make, list and revoke the API keys of a server of yours.
 
-    A server that has keys takes no others. One without keys, which can be reached from its own machine only, takes any;
-    it notices its first key when it is started again.
+    A server that has keys takes no others. One without keys, which can be reached from its own machine only, takes any
+    until its first key is made.
     """
 
 
@@ -67,7 +67,7 @@ def create(options: Options, name: str, owner: str, remark: str, state: Path | N
         is_first = not store.keys.all()
         made = store.keys.create(owner, name, remark)
     if is_first:
-        note("This is the first key. A server that runs already takes any until it is started again.")
+        note("This is the first key: from now on the server takes no others.")
     if options.wants_json:
         emit_json({**_shown(made.key), "key": made.plain})
     else:

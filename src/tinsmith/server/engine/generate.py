@@ -241,7 +241,7 @@ class Generator:
             raise InvalidInputError(
                 f"A prompt of {len(request.prompt)} tokens with max_tokens of {request.max_tokens} needs a cache of "
                 f"{needed * size} tokens, and this server has {self.blocks.num_blocks * size}; ask for fewer tokens, "
-                "or start the server with a larger kv_tokens.",
+                "or give the server more memory, of which its cache gets a share.",
                 field="sampling_params.max_tokens",
                 value=request.max_tokens,
             )
