@@ -13,14 +13,17 @@ from tinsmith.cli.options import Options
 COMMANDS = {
     "auth": "Log in and out, and see whose key it is.",
     "billing": "See what was used and what it costs.",
+    "chat": "Talk to a base model or a checkpoint.",
     "checkpoint": "List, share, download and delete checkpoints.",
     "completion": "Print the script that completes commands in a shell.",
+    "doctor": "Check this installation, the key and the server, and say what to do.",
     "keys": "Make, list and revoke the API keys of a server of yours.",
     "model": "List the base models of a server.",
     "run": "List training runs.",
     "sample": "Let a model or a checkpoint continue a text.",
     "serve": "Serve the Tinker API on this machine.",
     "session": "Export the timeline of a session.",
+    "train": "Train a model on a file of examples.",
     "version": "Show the version.",
 }
 DEFAULT_TIMEOUT_SECONDS = 10.0

@@ -1,0 +1,226 @@
+"""`tinsmith train sft`: teaches a model the answers of a file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinsmith.cli.connect import Server
+from tinsmith.cli.errors import CommandFailed
+from tinsmith.cli.options import Options
+from tinsmith.cli.output import emit, emit_json, note
+
+if TYPE_CHECKING:
+    from tinsmith.recipes.settings import Settings
+    from tinsmith.recipes.sft import Outcome
+    from tinsmith.recipes.sinks import Sink
+    from tinsmith.types import SupportedModel
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+@click.command("sft")
+@click.argument("data", type=_FILE)
+@click.option("--model", metavar="MODEL", help="The base model; the server's, if it has only one.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Where metrics.jsonl and what is needed to go on are kept; DATA-sft here by default.",
+)
+@click.option("--restart", is_flag=True, help="Begin anew, whatever the folder holds.")
+@click.option("--name", metavar="NAME", help="What the checkpoints are called; the name of DATA by default.")
+@click.option("--rank", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Of the adapter.")
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5e-4,
+    show_default=True,
+    metavar="X",
+    help="At its height. Small models take more (1e-3 with 135M parameters), large ones less (2e-4 with 70B).",
+)
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Examples in a step."
+)
+@click.option(
+    "--epochs", type=click.IntRange(min=1), metavar="N", help="How often to go through the data.  [default: 3]"
+)
+@click.option("--steps", type=click.IntRange(min=1), metavar="N", help="How many steps to take, instead of --epochs.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["cosine", "linear", "constant"]),
+    default="cosine",
+    show_default=True,
+    help="How the learning rate falls to 0, or that it does not.",
+)
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Steps in which the learning rate rises to its height.",
+)
+@click.option(
+    "--eval-split",
+    type=click.FloatRange(min=0, max=1, max_open=True),
+    default=0.0,
+    show_default=True,
+    metavar="FRACTION",
+    help="The share of the examples that is held out and measured.",
+)
+@click.option("--eval-data", type=_FILE, metavar="FILE", help="Examples to measure, instead of --eval-split.")
+@click.option(
+    "--eval-every",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Steps between two measurements; one per epoch by default, and always one before and one at the end.",
+)
+@click.option(
+    "--save-every",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    metavar="N",
+    help="Steps after which the state is saved; the latest is kept.",
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Cut longer examples to so many tokens. Without it, one that is too long for the model is refused.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Of the first weights, the order of the examples and the split.",
+)
+@click.option("--wandb", metavar="PROJECT", help="Send the metrics to this project at Weights & Biases, too.")
+@click.option("--trackio", metavar="PROJECT", help="Send the metrics to this project of trackio, too.")
+@click.pass_obj
+def sft(
+    options: Options,
+    /,
+    data: Path,
+    model: str | None,
+    output: Path | None,
+    restart: bool,
+    name: str | None,
+    eval_data: Path | None,
+    wandb: str | None,
+    trackio: str | None,
+    **settings: Any,
+) -> None:
+    """Teach a model the answers in DATA, a JSONL file.
+
+    \b
+    Each line is a conversation, or a prompt with its completion; a file holds one of both kinds:
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Arr!"}]}
+    {"prompt": "Hi", "completion": "Arr!"}
+
+    Conversations are told to the model in its own chat template, and so are prompts and completions, as a message of
+    the user and the answer. For a model without a template they are plain texts that follow each other. The loss is
+    taken on what the assistant says and on the end of its turns, and on nothing else.
+
+    After an interruption the same command goes on from the last saved state. Ctrl-C saves one first; a second Ctrl-C
+    leaves at once.
+    """
+    _check_alternatives(settings, eval_data)
+    from tinsmith.cli.train_watch import Watch
+    from tinsmith.recipes.examples import read_examples
+    from tinsmith.recipes.sft import train
+
+    sinks = _sinks(wandb, trackio)
+    training = read_examples(data)
+    held_out = read_examples(eval_data) if eval_data else None
+    folder = output or Path(f"{data.stem}-sft")
+    with Server(options) as server:
+        found = _model(server, model)
+        chosen = _settings(settings, model=found.model_name, name=_NOT_IN_NAMES.sub("-", name or data.stem))
+        with Watch() as watch:
+            outcome = train(
+                server.patient_service,
+                training,
+                chosen,
+                folder,
+                eval_data=held_out,
+                max_context=found.max_context_length,
+                restart=restart,
+                sinks=sinks,
+                listener=watch,
+            )
+    if not outcome.state.is_finished:
+        raise KeyboardInterrupt
+    _show(options, outcome, folder, chosen.name)
+
+
+def _check_alternatives(settings: dict[str, Any], eval_data: Path | None) -> None:
+    if settings["epochs"] and settings["steps"]:
+        raise click.UsageError("Give either --epochs or --steps.")
+    if settings["eval_split"] and eval_data:
+        raise click.UsageError("Give either --eval-split or --eval-data.")
+
+
+def _sinks(wandb: str | None, trackio: str | None) -> list[Sink]:
+    from tinsmith.recipes.sinks import TRACKIO, WANDB, Sink
+
+    return [Sink(package, project, note) for package, project in ((WANDB, wandb), (TRACKIO, trackio)) if project]
+
+
+def _model(server: Server, name: str | None) -> SupportedModel:
+    with server.patience():
+        models = server.service.get_server_capabilities().supported_models
+    trainable = {model.model_name: model for model in models if model.model_name and model.trainable is not False}
+    if name is None and len(trainable) == 1:
+        (name,) = trainable
+    if name not in trainable:
+        raise CommandFailed(
+            f"The server at {server.config.base_url} "
+            + (f"cannot train {name!r}." if name else f"has {len(trainable)} models."),
+            remedy=f"Choose one with --model: {', '.join(trainable)}" if trainable else "",
+        )
+    return trainable[name]
+
+
+def _settings(given: dict[str, Any], **more: Any) -> Settings:
+    from tinsmith.recipes.settings import Settings
+
+    return Settings(**{key: value for key, value in given.items() if value is not None}, **more)
+
+
+def _show(options: Options, outcome: Outcome, folder: Path, name: str) -> None:
+    state, losses, eval_losses = outcome.state, outcome.losses(), outcome.losses("eval_loss")
+    metrics = folder / "metrics.jsonl"
+    if options.wants_json:
+        emit_json(
+            {
+                "steps": state.step,
+                "first_loss": losses[0],
+                "last_loss": losses[-1],
+                "first_eval_loss": eval_losses[0] if eval_losses else None,
+                "last_eval_loss": eval_losses[-1] if eval_losses else None,
+                "sampler_path": state.sampler_path,
+                "state_path": state.state_path,
+                "metrics": str(metrics),
+            }
+        )
+        return
+    tinsmith = f"tinsmith --base-url {options.base_url}" if options.base_url else "tinsmith"
+    evaluated = f", eval loss {eval_losses[0]:.3f} -> {eval_losses[-1]:.3f}" if eval_losses else ""
+    emit(
+        f"{state.step} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}{evaluated}\n"
+        f"Sampler weights  {state.sampler_path}\n"
+        f"Training state   {state.state_path}\n"
+        f"Metrics          {metrics}\n"
+        f"\nNext:\n"
+        f"  {tinsmith} chat {state.sampler_path}\n"
+        f"  {tinsmith} checkpoint export {state.state_path} --to peft --output {name}\n"
+    )
