@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -245,6 +245,14 @@ class Person(Terminal):
             assert self._read(), f"the program ended, with: {self.seen!r}"
         return re.sub(r"\x1b\[\?2004[hl]|\r", "", self.seen)
 
+    def leave(self) -> None:
+        """Ctrl-C, until it is heard: one that comes just before a program begins to read a line is not."""
+        for _ in range(3):
+            self.type("\x03")
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(SECONDS / 3)
+                return
+
     def gone(self) -> int:
         while self._read():
             pass
@@ -305,6 +313,7 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(user: Program, runnin
     with person(user, home, running.url, *GREEDY, "--max-tokens", "100000") as somebody:
         somebody.at_the_prompt()
         somebody.type("Hello\n")
+        somebody.wait_for("Hello\r\n")
         for _ in range(3):  # piece by piece, and no end in sight
             already = len(somebody.seen)
             while len(somebody.seen) <= already:
@@ -313,7 +322,7 @@ def test_ctrl_c_stops_an_answer_and_at_the_prompt_the_chat(user: Program, runnin
         assert "(stopped)" in somebody.at_the_prompt()
         somebody.type("/undo\n")
         assert "Messages that are remembered: 0." in somebody.at_the_prompt(), "what was said so far had been kept"
-        somebody.interrupt()
+        somebody.leave()
         assert somebody.gone() == 130
         assert "Traceback" not in somebody.seen
 

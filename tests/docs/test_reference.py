@@ -43,6 +43,16 @@ def test_every_variable_that_we_read_is_documented() -> None:
     assert missing(sorted(read), page("settings")) == []
 
 
+def test_every_feature_in_the_readme_names_tests_that_are_there() -> None:
+    table = (ROOT / "README.md").read_text(encoding="utf-8").partition("| feature | tests |")[2].partition("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 12
+    for feature, tests in rows:
+        named = re.findall(r"`(tests/[^`]+)`", tests)
+        assert named, feature
+        assert [path for path in named if not (ROOT / path).exists()] == []
+
+
 def test_every_error_is_documented() -> None:
     classes = [
         each.__name__

@@ -152,6 +152,10 @@ class Chat:
 
         try:
             self._reply(text)
+        except KeyboardInterrupt:  # before there was anything of an answer
+            if not self._is_interactive:
+                raise
+            note("(stopped)")
         except (CommandFailed, TinkerError) as error:
             self._fail(error)
 
