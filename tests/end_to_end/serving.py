@@ -68,6 +68,8 @@ class ServerProcess:
             )
         assert self._process.stdout is not None
         found = _READY.match(_line_within(self._process.stdout, START_SECONDS))
+        if not found:
+            self.kill()
         assert found, f"no greeting; the log says:\n{self.log()}"
         self.url = found[1]
         self._port = int(self.url.rpartition(":")[2])

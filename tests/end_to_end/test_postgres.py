@@ -89,7 +89,8 @@ def test_a_restart_of_the_database_costs_only_time(
     worker = server.workers()
     postgres.stop()
     waiting = model.forward([sentence(tinsmith, 0)], "cross_entropy")
-    wait_until(lambda: server.workers() != worker, 60, "the worker did not notice")
+    wait_until(lambda: "__main__ ERROR The database is out of reach" in server.log(), 60, "it was not noticed")
     postgres.start()
     assert losses([waiting])[0] < first[0]
     assert losses(submit(model, [3]))
+    assert server.workers() == worker, "the base model was loaded again"

@@ -113,8 +113,11 @@ def test_without_the_optimizer_only_the_weights_come_back(engine: Engine, tmp_pa
     adapter_files.read_adapter(tmp_path, second, with_optimizer=False)
     assert torch.equal(second.weights, first.weights)
     assert second.step == 0
+    third = engine.create_adapter(AdapterSpec(rank=4, seed=9))
+    before = third.weights.clone()
     with pytest.raises(InvalidInputError, match="no optimizer state"):
-        adapter_files.read_adapter(tmp_path, second, with_optimizer=True)
+        adapter_files.read_adapter(tmp_path, third, with_optimizer=True)
+    assert torch.equal(third.weights, before)
 
 
 def test_an_adapter_of_another_rank_is_refused(engine: Engine, tmp_path: Path) -> None:

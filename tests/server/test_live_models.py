@@ -101,6 +101,59 @@ def test_a_copy_of_an_earlier_state_outlives_the_data_it_was_made_from(bench: Wo
         assert bench.tokens(bench.sample(sampler_id, 1, max_tokens=10, temperature=0.5)) == before
 
 
+@pytest.mark.usefixtures("always")
+def test_a_copy_that_was_lost_with_its_worker_outlives_the_next_snapshot(bench: Workbench, constant: Constants) -> None:
+    bench.create(MODEL)
+    with bench.worker():
+        bench.losses(bench.train(MODEL, range(1, 4)))
+        constant("SNAPSHOT_SECONDS", 1e9)
+        sampler_id = msgspec.json.decode(bench.result(bench.copy(MODEL, 4)))["sampling_session_id"]
+        before = bench.tokens(bench.sample(sampler_id, 0, max_tokens=10, temperature=0.5))
+    assert snapshots(bench) == ["3"]
+    constant("SNAPSHOT_SECONDS", 0.0)
+    with bench.worker():
+        bench.losses([bench.data(MODEL, 5)])
+    assert snapshots(bench) == ["5"]
+    with bench.worker():
+        assert bench.tokens(bench.sample(sampler_id, 1, max_tokens=10, temperature=0.5)) == before
+
+
+@pytest.mark.usefixtures("always")
+def test_no_snapshot_is_written_while_a_copy_of_an_earlier_state_cannot_be(bench: Workbench) -> None:
+    (Path(bench.settings.state) / "samplers").write_text("in the way")
+    bench.create(MODEL)
+    with bench.worker():
+        bench.result(bench.copy(MODEL, 1))
+        bench.losses([bench.data(MODEL, 2)])
+    assert snapshots(bench) == ["0"]
+
+
+def test_a_model_whose_creation_failed_says_so(bench: Workbench) -> None:
+    job = {"session_id": "s", "model_seq_id": 0, "path": "tinker://s:train:9/weights/gone", "optimizer": False}
+    bench.submit("load_weights", MODEL, seq_id=0, payload=msgspec.json.encode(job), makes_model=True)
+    with bench.worker():
+        failed = bench.outcome(bench.step(MODEL, 1))
+    assert isinstance(failed, Failed)
+    assert failed.category == "user"
+    assert "it was never made: tinker://s:train:9/weights/gone does not exist any more. Make a new" in failed.error
+
+
+@pytest.mark.usefixtures("always")
+def test_a_model_whose_snapshot_is_gone_is_given_up_for_good(bench: Workbench) -> None:
+    bench.create(MODEL)
+    with bench.worker():
+        bench.losses(bench.train(MODEL, range(1, 4)))
+    shutil.rmtree(Path(bench.settings.state) / "snapshots")
+    with bench.worker():
+        outcomes = [bench.outcome(bench.step(MODEL, 4)), bench.outcome(bench.data(MODEL, 5))]
+    for outcome in outcomes:
+        assert isinstance(outcome, Failed)
+        assert "cannot go on: its snapshot cannot be read" in outcome.error
+    model = bench.store.models.get(MODEL, "ann")
+    assert model is not None
+    assert "its snapshot cannot be read" in str(model.corrupted)
+
+
 def test_a_checkpoint_that_was_loaded_may_be_deleted(bench: Workbench) -> None:
     bench.create(MODEL)
     with bench.worker():

@@ -74,6 +74,18 @@ def test_those_that_do_not_fit_in_memory_come_back_from_a_file(
         assert torch.equal(found.flat, one.weights)
 
 
+def test_those_that_cannot_be_written_stay_in_memory(weights: SamplingWeights, engine: Engine, tmp_path: Path) -> None:
+    (tmp_path / "samplers").write_text("in the way")
+    for number in range(4):
+        weights.keep(f"s:sample:{number}", adapter(engine, number).frozen_copy())
+    assert weights.get(sampler(0, model_id="m", model_seq_id=1), never) is not None
+    with pytest.raises(OSError, match="samplers"):
+        weights.save(["s:sample:3"])
+    (tmp_path / "samplers").unlink()
+    weights.keep("s:sample:4", adapter(engine, 4).frozen_copy())
+    assert len(list((tmp_path / "samplers").iterdir())) == 3
+
+
 def test_what_was_used_last_stays(weights: SamplingWeights, engine: Engine) -> None:
     for number in range(2):
         weights.keep(f"s:sample:{number}", adapter(engine, number).frozen_copy())

@@ -186,6 +186,31 @@ def test_a_model_that_cannot_be_loaded_is_given_up_and_the_other_is_served(
     run(scenario)
 
 
+def restarts(caplog: pytest.LogCaptureFixture) -> int:
+    return sum("starting it again" in record.msg for record in caplog.records)
+
+
+def test_a_model_that_was_loaded_once_is_never_given_up(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = keeper.WORKER_MODULE
+    monkeypatch.setattr(keeper, "MAX_PAUSE_SECONDS", 0.03)
+
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            await workers.ready()
+            monkeypatch.setattr(keeper, "WORKER_MODULE", "this")  # prints some lines and ends
+            (worker,) = children()
+            os.kill(worker, signal.SIGKILL)
+            while restarts(caplog) <= keeper.MAX_FAILED_STARTS:  # noqa: ASYNC110 - nothing tells of a failed start
+                await asyncio.sleep(0.01)
+            monkeypatch.setattr(keeper, "WORKER_MODULE", real)
+            await workers.ready()
+            assert workers.is_ready(BASE)
+
+    run(scenario)
+
+
 def test_a_worker_that_never_becomes_ready_is_started_ever_more_slowly_and_then_given_up(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

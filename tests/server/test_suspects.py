@@ -90,6 +90,7 @@ def test_a_kill_from_outside_is_forgiven_more_often_than_a_crash() -> None:
 
 def test_the_end_of_a_process_in_words() -> None:
     assert ending(1) == "with exit status 1"
+    assert ending(DATABASE_LOST) == "because the database was out of reach"
     assert ending(-signal.SIGSEGV) == "by signal 11 (SIGSEGV)"
     assert ending(-signal.SIGKILL) == "by signal 9 (SIGKILL), as the system does when memory runs out"
     assert ending(-63) == "by signal 63 (unknown)"

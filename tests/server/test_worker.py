@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -146,6 +147,33 @@ def test_an_error_of_the_sampler_leaves_the_worker_alive(bench: Workbench, monke
     with bench.worker():
         assert isinstance(bench.outcome(job), Failed)
         assert len(bench.tokens(bench.sample(sampler, 1, max_tokens=2))) == 2
+
+
+def test_a_disk_that_takes_nothing_fails_the_save_and_says_why(bench: Workbench) -> None:
+    (Path(bench.settings.state) / "checkpoints").write_text("in the way")
+    body = {"model_id": "s:train:0", "seq_id": 1, "path": "a"}
+    with bench.worker():
+        model_id = bench.create("s:train:0")
+        failed = bench.outcome(bench.submit("save_weights", model_id, seq_id=1, payload=msgspec.json.encode(body)))
+        bench.result(bench.data(model_id, 2))
+    assert isinstance(failed, Failed)
+    assert failed.category == "server"
+    assert "Not a directory" in failed.error
+    assert "send it again" in failed.error
+
+
+def test_a_number_of_another_sampler_is_refused_and_that_one_keeps_its_weights(bench: Workbench) -> None:
+    with bench.worker():
+        first, second = bench.create("s:train:0"), bench.create("s:train:1")
+        for model_id in (first, second):
+            bench.losses([bench.data(model_id, 1, first=1 if model_id == first else 9)])
+            bench.result(bench.step(model_id, 2))
+        sampler_id = msgspec.json.decode(bench.result(bench.copy(first, 3)))["sampling_session_id"]
+        before = bench.tokens(bench.sample(sampler_id, 0, max_tokens=10))
+        refused = bench.outcome(bench.copy(second, 3))
+        assert isinstance(refused, Failed)
+        assert "sampling_session_seq_id is 3, which is another sampler" in refused.error
+        assert bench.tokens(bench.sample(sampler_id, 1, max_tokens=10)) == before
 
 
 def test_samples_are_drawn_while_training_goes_on(bench: Workbench) -> None:

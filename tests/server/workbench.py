@@ -63,13 +63,13 @@ class Workbench:
     def wait_for_its_death(self) -> None:
         assert self._died.wait(WAIT_SECONDS)
 
-    def submit(self, kind: JobKind, model_id: str | None = None, **fields: Any) -> str:
+    def submit(self, kind: JobKind, model_id: str | None = None, *, makes_model: bool = False, **fields: Any) -> str:
         job = NewJob(
             **{"kind": kind, "owner": "ann", "session_id": "s", "base_model": BASE, "payload": b"{}", **fields},
             model_id=model_id,
         )
         model = None
-        if kind == "create_model":
+        if makes_model or kind == "create_model":
             model = NewModel(
                 model_id=str(model_id), owner=job.owner, base_model=BASE, lora=Lora(rank=2, seed=1), optimizer_config={}
             )

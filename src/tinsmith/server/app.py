@@ -30,7 +30,7 @@ from tinsmith.server.recent import Recent
 from tinsmith.server.routes import ENDPOINTS
 from tinsmith.server.routes._call import Call, Endpoint, Services, reply_plain, status_error
 from tinsmith.server.routes._intake import Intake
-from tinsmith.server.store import Store
+from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.tidying import Tidying
 from tinsmith.server.waiting import Waiting, Workers
 
@@ -149,6 +149,9 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services) -> R
         return _refusal(422, "The body is nested too deeply.")
     except ClientDisconnect:
         return Response(status_code=_CLIENT_GONE)
+    except (StoreUnavailableError, TimeoutError) as error:
+        log.error("%s %s: the database is out of reach or full: %s", endpoint.method, endpoint.path, error)
+        return _refusal(503, "The server's database is out of reach or full. Send the request again.")
     except Exception:
         log.exception("%s %s failed", endpoint.method, endpoint.path)
         return _refusal(500, "The server failed. Its log says why; the request may be sent again.")
@@ -163,7 +166,9 @@ async def _caller(request: Request, services: Services) -> Caller:
         loop = asyncio.get_running_loop()
         known = await loop.run_in_executor(services.storing, services.authority.identify, credential)
     if known is None:
-        raise status_error(401, "This API key is unknown or was revoked.")
+        raise status_error(
+            401, "This API key is unknown or was revoked. `tinsmith keys create`, run where the server is, makes one."
+        )
     return known
 
 

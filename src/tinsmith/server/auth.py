@@ -85,28 +85,31 @@ class Authority:
             if not key.startswith("tml-"):
                 log.warning("API key %d does not start with 'tml-': clients refuse to send it.", number)
             store.keys.register(key, f"configured-{number}")
-        self._needs_key = bool(store.keys.all()) or not config.is_loopback
-        if not store.keys.all() and not config.is_loopback:
+        if not config.is_loopback and not store.keys.all():
             raise ConfigError(
-                f"Without an API key, everybody who reaches {config.host} could use this server. Choose a key and pass "
-                "it with --api-key (it must start with 'tml-'), or bind to 127.0.0.1."
+                f"Without an API key, everybody who reaches {config.host} could use this server. Make one with "
+                "`tinsmith keys create`, or choose one and pass it with --api-key (it must start with 'tml-'), or bind "
+                "to 127.0.0.1."
             )
+        self._has_keys = False
         self._remembered: Recent[str, Caller] = Recent(_REMEMBER_SECONDS, now)
 
     def recall(self, credential: str) -> Caller | None:
-        """The caller, if this credential was checked a moment ago or nothing needs to be checked."""
-        if not self._needs_key:
-            return Caller(LOCAL_OWNER)
+        """The caller, if this credential was checked a moment ago."""
         return self._remembered.get(_digest(credential))
 
     def identify(self, credential: str) -> Caller | None:
         """The caller, looked up in the store; `None` if the credential is no good."""
-        if not self._needs_key:
-            return Caller(LOCAL_OWNER)
-        caller = self._by_token(credential) if credential.startswith("eyJ") else self._by_key(credential)
+        caller = self._found(credential)
         if caller is not None:
             self._remembered.put(_digest(credential), caller)
         return caller
+
+    def _found(self, credential: str) -> Caller | None:
+        self._has_keys = self._has_keys or bool(self._store.keys.all())  # the first one may be made at any time
+        if not self._has_keys:
+            return Caller(LOCAL_OWNER)
+        return self._by_token(credential) if credential.startswith("eyJ") else self._by_key(credential)
 
     def token_for(self, caller: Caller) -> str:
         now = int(self._now())

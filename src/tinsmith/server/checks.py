@@ -42,7 +42,10 @@ MAX_CELLS = 2**26
 """Of all tensors of a request together, made dense: sparse ones of a few bytes could fill the memory."""
 MAX_LOSS_INPUTS = 16
 MAX_LOSS_NODES = 10_000
+MAX_LOSS_ARGUMENTS = 256
 MAX_METADATA_BYTES = 64 * 1024
+MAX_ADAM_NUMBER = 1e12
+"""Single precision overflows not far beyond, when it is divided by 1 - beta."""
 MIN_TTL_SECONDS = 3600
 MAX_TTL_SECONDS = 10 * 365 * 24 * 3600
 
@@ -91,8 +94,10 @@ def check_step(params: OptimParams) -> None:
         )
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(params, name)
-        if value < 0:
-            raise refuse(f"adam_params.{name}", f"is {value}, but must be 0 or more", value)
+        if not 0 <= value <= MAX_ADAM_NUMBER:
+            raise refuse(f"adam_params.{name}", f"is {value}, but must lie between 0 and {MAX_ADAM_NUMBER:g}", value)
+    if params.eps == 0:
+        raise refuse("adam_params.eps", "is 0, but must be greater: where there is no gradient it is the divisor", 0)
     for name in ("beta1", "beta2"):
         value = getattr(params, name)
         if not 0 <= value < 1:
@@ -120,6 +125,8 @@ def text_metadata(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
     texts = {
         key: value if isinstance(value, str) else msgspec.json.encode(value).decode() for key, value in metadata.items()
     }
+    if any("\0" in text for pair in texts.items() for text in pair):
+        raise refuse("user_metadata", "holds the character NUL (U+0000), which no database takes: remove it")
     size = sum(len(key) + len(value) for key, value in texts.items())
     if size > MAX_METADATA_BYTES:
         raise refuse("user_metadata", f"has {size:,} characters; keep it below {MAX_METADATA_BYTES:,}")
@@ -301,6 +308,20 @@ def check_custom_loss(request: CreateCustomLossRequest) -> None:
         raise refuse("graph.nodes", f"has {len(nodes)} steps; 1 to {MAX_LOSS_NODES:,} are possible")
     if nodes[-1].op != "output":
         raise refuse("graph.nodes", f"must end with the step 'output', not {nodes[-1].op!r}")
+    for node in nodes:
+        count = _num_values([node.args, node.kwargs])
+        if count > MAX_LOSS_ARGUMENTS:
+            raise refuse(
+                f"graph.nodes[{brief(node.name)}]",
+                f"has {count:,} arguments; at most {MAX_LOSS_ARGUMENTS} are possible. Pass tensors as loss_fn_inputs",
+            )
+
+
+def _num_values(argument: object) -> int:
+    """Of an argument, with all that is nested in it: an index of a million numbers would cost gigabytes of memory."""
+    if isinstance(argument, Mapping):
+        return sum(map(_num_values, argument.values()))
+    return sum(map(_num_values, argument)) if isinstance(argument, list | tuple) else 1
 
 
 # --- sampling --------------------------------------------------------------------------------------------------------

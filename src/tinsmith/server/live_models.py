@@ -12,14 +12,16 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+from safetensors import SafetensorError
+
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.snapshots import snapshot_path
-from tinsmith.server.store import Store
-from tinsmith.server.store.records import Job, Model
+from tinsmith.server.store import Store, ids
+from tinsmith.server.store.records import Failed, Job, Model
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +81,7 @@ class LiveModels:
             if model is None:
                 raise InvalidInputError(f"There is no model {model_id!r}.", field="model_id", value=model_id)
             started = time.perf_counter()
-            adapter = self.rebuilt(model, before_seq)
+            adapter = self._rebuilt_or_lost(model, before_seq)
             replaying = time.perf_counter() - started
             self._live[model_id] = _Live(adapter, model.base_model, before_seq - 1, work_seconds=replaying)
         return self._live[model_id].adapter
@@ -90,16 +92,25 @@ class LiveModels:
 
     # Building again
 
+    def _rebuilt_or_lost(self, model: Model, before_seq: int) -> Adapter:
+        """What cannot be built now never can, so it is written down and not tried again."""
+        if model.corrupted is not None:
+            raise _lost(model, model.corrupted)
+        try:
+            return self.rebuilt(model, before_seq)
+        except InvalidInputError as error:
+            self._store.models.mark_corrupted(model.model_id, error.message)
+            raise _lost(model, error.message) from error
+
     def rebuilt(self, model: Model, before_seq: int) -> Adapter:
         """The adapter as it was just before an operation."""
         adapter, done = self._new_adapter(model), -1
         if model.snapshot_seq is not None and model.snapshot_seq < before_seq:
-            folder = self._snapshots.folder(snapshot_path(model.model_id, model.snapshot_seq))
-            adapter_files.read_adapter(folder, adapter, with_optimizer=True)
+            self._read_snapshot(model, adapter)
             done = model.snapshot_seq
         history = self._store.jobs.history(model.model_id, done, REPLAYED_AT_ONCE)
         if done < 0 < before_seq and not (history and history[0].seq_id == 0):
-            raise RuntimeError(f"The beginning of {model.model_id} is not kept any more.")
+            raise InvalidInputError(self._why_without_beginning(model), field="model_id", value=model.model_id)
         while history:
             for job in history:
                 if job.seq_id >= before_seq:
@@ -109,6 +120,20 @@ class LiveModels:
             log.info("Rebuilding %s: replayed up to operation %d.", model.model_id, done)
             history = self._store.jobs.history(model.model_id, done, REPLAYED_AT_ONCE)
         return adapter
+
+    def _read_snapshot(self, model: Model, adapter: Adapter) -> None:
+        folder = self._snapshots.folder(snapshot_path(model.model_id, model.snapshot_seq or 0))
+        try:
+            adapter_files.read_adapter(folder, adapter, with_optimizer=True)
+        except (FileNotFoundError, SafetensorError) as error:
+            raise InvalidInputError(f"its snapshot cannot be read: {error}", field="model_id") from error
+
+    def _why_without_beginning(self, model: Model) -> str:
+        first = ids.request_id(model.model_id, 0)
+        status = self._store.results.statuses([first]).get(first)
+        if status is not None and isinstance(status.outcome, Failed):
+            return f"it was never made: {status.outcome.error}"
+        return "what it was made from is not kept any more"
 
     # Writing down
 
@@ -148,11 +173,13 @@ class LiveModels:
         """Whether there is a snapshot now of all that was done. If the disk is full, say, work goes on without one."""
         path, started = snapshot_path(model_id, live.seq_id), time.perf_counter()
         try:
+            # First, because samplers' copies of earlier states cannot be built from a later snapshot.
+            self._weights.save(self._store.samplers.copies_of(model_id, live.seq_id))
             with self._snapshots.writing(path) as folder:
                 adapter_files.write_adapter(folder, live.adapter, live.base_model)
                 adapter_files.write_optimizer(folder, live.adapter)
-        except OSError:
-            log.exception("could not write a snapshot of %s", model_id)
+        except (OSError, SafetensorError) as error:
+            log.error("A snapshot of %s cannot be written: %s", model_id, error)
             live.work_seconds, live.used = 0.001, time.monotonic()
             return False
         self._publish(model_id, live.seq_id, path)
@@ -167,9 +194,12 @@ class LiveModels:
             return
         if change.before is not None and change.before != seq_id:
             self._snapshots.delete(snapshot_path(model_id, change.before))
-        self._forget_data(model_id, seq_id)
+        self._store.jobs.forget_payloads(model_id, seq_id)
 
-    def _forget_data(self, model_id: str, upto_seq: int) -> None:
-        """Unless a sampler's copy of an earlier state would have to be built from them."""
-        if self._weights.save(self._store.samplers.copies_of(model_id, upto_seq)):
-            self._store.jobs.forget_payloads(model_id, upto_seq)
+
+def _lost(model: Model, reason: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{model.model_id} cannot go on: {reason.rstrip('.')}. Make a new model, or resume a checkpoint.",
+        field="model_id",
+        value=model.model_id,
+    )

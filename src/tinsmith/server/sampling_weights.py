@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable
+
+from safetensors import SafetensorError
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders
@@ -32,8 +34,8 @@ class SamplingWeights:
         self._unsaved: set[str] = set()
 
     def __contains__(self, sampler_id: str) -> bool:
-        """Whether they are in memory."""
-        return sampler_id in self._frozen
+        """Whether they are here, in memory or written down, and need not be read or made again."""
+        return sampler_id in self._frozen or self._spilled.path(sampler_id).exists()
 
     def keep(self, sampler_id: str, frozen: FrozenAdapter) -> None:
         """Weights that exist nowhere else."""
@@ -68,22 +70,17 @@ class SamplingWeights:
 
     def _add(self, sampler_id: str, frozen: FrozenAdapter) -> None:
         self._frozen[sampler_id] = frozen
-        while len(self._frozen) > MAX_IN_MEMORY:
-            evicted, weights = self._frozen.popitem(last=False)
-            if evicted in self._unsaved:
-                self._write(evicted, weights)
+        for eldest in list(self._frozen)[: max(0, len(self._frozen) - MAX_IN_MEMORY)]:
+            try:
+                self.save([eldest])
+            except (OSError, SafetensorError) as error:  # a full disk, say; then they all stay
+                log.error("The weights of %s stay in memory, as they cannot be written: %s", eldest, error)
+                return
+            del self._frozen[eldest]
 
-    def save(self, sampler_ids: Collection[str]) -> bool:
-        """Whether all of these are on the disk now. Those that are not in memory cannot be written."""
+    def save(self, sampler_ids: Iterable[str]) -> None:
+        """Writes those of these that exist nowhere else."""
         for sampler_id in self._unsaved.intersection(sampler_ids):
-            self._write(sampler_id, self._frozen[sampler_id])
-        return all(self._spilled.path(sampler_id).exists() for sampler_id in sampler_ids)
-
-    def _write(self, sampler_id: str, weights: FrozenAdapter) -> None:
-        """If the disk is full, say, they will have to be made again."""
-        self._unsaved.discard(sampler_id)
-        try:
             with self._spilled.writing(sampler_id) as file:
-                adapter_files.write_frozen(file, weights)
-        except OSError:
-            log.exception("could not write the weights of %s", sampler_id)
+                adapter_files.write_frozen(file, self._frozen[sampler_id])
+            self._unsaved.discard(sampler_id)

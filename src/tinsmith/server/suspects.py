@@ -17,7 +17,7 @@ COMPANY = (sys.maxsize, 16, 1)
 """How many may run together, by how often they were begun before; later tries are as the last one."""
 
 DATABASE_LOST = 75
-"""The exit status of a worker that ended because of the database, not because of what it did."""
+"""In place of an exit status: the worker had to begin again because of the database, not because of what it did."""
 
 MAX_CRASHES = 3
 MAX_KILLS = 5
@@ -57,6 +57,8 @@ def ending(status: int | None) -> str:
     """How a process ended, in words."""
     if status is None:
         return "together with the server"
+    if status == DATABASE_LOST:
+        return "because the database was out of reach"
     if status >= 0:
         return f"with exit status {status}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else "unknown"

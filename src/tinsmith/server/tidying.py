@@ -16,7 +16,7 @@ from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store import Store
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.store.records import Sampler
-from tinsmith.server.waiting import Waiting, Workers
+from tinsmith.server.waiting import Waiting, Workers, note_abandoned
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,7 @@ class Tidying:
         in_thread = asyncio.get_running_loop().run_in_executor
         await in_thread(threads, self._end_silent_sessions)
         abandoned = await in_thread(threads, self._store.jobs.cancel_abandoned)
-        self._waiting.notice(abandoned.cancelled)
-        for base_model in abandoned.asked:
-            self._workers.wake(base_model)
+        note_abandoned(abandoned, self._waiting, self._workers)
         await in_thread(threads, self._remove_old)
         self._samplers_in_use.clear()  # some may not be used any more
 

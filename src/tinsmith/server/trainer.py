@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import islice
 
 import numpy as np
+from safetensors import SafetensorError
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.age import encrypt_files
@@ -20,7 +21,8 @@ from tinsmith.server.engine.train import RowOutput
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.soundness import check_engine
-from tinsmith.server.store import Store
+from tinsmith.server.store import Store, ids
+from tinsmith.server.store.checkpoints import name_taken
 from tinsmith.server.store.records import (
     CheckpointKey,
     CheckpointKind,
@@ -50,6 +52,7 @@ from tinsmith.types import (
     SaveWeightsRequest,
     SaveWeightsResponse,
     TensorData,
+    UnloadModelRequest,
     UnloadModelResponse,
 )
 from tinsmith.types._model import Model as WireModel
@@ -103,6 +106,9 @@ class Trainer:
             if job.kind == "load_weights":
                 self._drop_halves(job)
             return Failed(error=error.message, category="user")
+        except (OSError, SafetensorError) as error:
+            self._drop_halves(job)
+            return _disk_failure(job, error)
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
             self._drop_halves(job)
             return server_failure(job, error, self._engine)
@@ -227,11 +233,7 @@ class Trainer:
         key = CheckpointKey(run_id=model.model_id, kind=kind, name=name)
         taken = self._store.checkpoints.get(key, job.owner)
         if taken is not None and not overwrite and taken.request_id != job.request_id:
-            raise InvalidInputError(
-                f"{key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
-                field="path",
-                value=name,
-            )
+            raise name_taken(key)
         with self._folders.writing(key.tinker_path) as folder:
             adapter_files.write_adapter(folder, adapter, model.base_model)
             if with_optimizer:
@@ -258,6 +260,7 @@ class Trainer:
 
     def _snapshot(self, job: Job, request: SaveWeightsForSamplerRequest) -> str:
         """A sampler of the weights as they are now, in memory."""
+        frozen = self._adapter(job).frozen_copy()
         sampler = self._store.samplers.create(
             NewSampler(
                 session_id=job.session_id,
@@ -268,7 +271,14 @@ class Trainer:
                 model_seq_id=job.seq_id,
             )
         )
-        self._weights.keep(sampler.sampler_id, self._adapter(job).frozen_copy())
+        if (sampler.model_id, sampler.model_seq_id) != (job.model_id, job.seq_id):
+            raise InvalidInputError(
+                f"sampling_session_seq_id is {request.sampling_session_seq_id}, which is another sampler of this "
+                "session; take a number that was not used yet.",
+                field="sampling_session_seq_id",
+                value=request.sampling_session_seq_id,
+            )
+        self._weights.keep(sampler.sampler_id, frozen)
         return sampler.sampler_id
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
@@ -284,9 +294,9 @@ class Trainer:
         adapter_files.read_adapter(self._folders.folder(request.path), adapter, with_optimizer=request.optimizer)
 
     def _unload_model(self, job: Job) -> UnloadModelResponse:
-        assert job.model_id is not None
-        self.live.put_away(job.model_id)
-        return UnloadModelResponse(model_id=job.model_id)
+        model_id = json.decode(UnloadModelRequest, job.payload).model_id
+        self.live.put_away(model_id)
+        return UnloadModelResponse(model_id=model_id)
 
     # Live models
 
@@ -299,6 +309,8 @@ class Trainer:
             self._step(job, adapter)
         elif job.kind == "load_weights":
             self._load(job, adapter)
+        elif job.kind == "save_weights_for_sampler":
+            self._copy_again(job, adapter)
         elif job.kind == "forward_backward":
             request = proto.decode_forward_backward_request(job.payload)
             if not request.forward_only:
@@ -306,6 +318,16 @@ class Trainer:
                 self._engine.forward_backward(
                     [_row(job, request, datum, adapter, graph) for datum in request.input.data]
                 )
+
+    def _copy_again(self, job: Job, adapter: Adapter) -> None:
+        """A sampler's copy that was lost with its worker: after the model's next snapshot it cannot be made."""
+        request = json.decode(SaveWeightsForSamplerRequest, job.payload)
+        if request.path is not None:
+            return
+        sampler_id = ids.sampler_id(job.session_id, request.sampling_session_seq_id or 0)
+        sampler = self._store.samplers.get(sampler_id, job.owner)
+        if sampler is not None and sampler.removed is None and sampler_id not in self._weights:
+            self._weights.keep(sampler_id, adapter.frozen_copy())
 
     def _new_adapter(self, model: Model) -> Adapter:
         lora = model.lora
@@ -352,6 +374,15 @@ def _custom_metrics(outputs: Sequence[RowOutput]) -> dict[str, float]:
     names = dict.fromkeys(name for output in outputs for name in output.metrics)
     totals = {name: sum(output.metrics.get(name, 0.0) for output in outputs) for name in names}
     return {name: total / len(outputs) if name.endswith(":mean") else total for name, total in totals.items()}
+
+
+def _disk_failure(job: Job, error: Exception) -> Failed:
+    log.error("%s %s failed: %s", job.kind, job.request_id, error)
+    return Failed(
+        error=f"The server could not write or read the files of this operation: {error}. It changed nothing; free or "
+        "mend the server's disk, and send it again.",
+        category="server",
+    )
 
 
 def server_failure(job: Job, error: Exception, engine: Engine) -> Failed:

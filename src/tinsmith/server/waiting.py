@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
-from tinsmith.server.store.records import Status
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.records import Abandoned, Status
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +49,13 @@ class Workers(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+
+def note_abandoned(abandoned: Abandoned, waiting: Waiting, workers: Workers) -> None:
+    """Tell everybody about samples that were cancelled, or are to be."""
+    waiting.notice(abandoned.cancelled)
+    for base_model in abandoned.asked:
+        workers.wake(base_model)
 
 
 class _Question(NamedTuple, Generic[T]):
@@ -105,11 +113,21 @@ class Board(Generic[T]):
         asked = {name: list(self._questions.get(name, ())) for name in due}
         if not any(asked.values()):
             return
-        known = await self._query(list(asked))
+        known = await self._known(list(asked))
         for name, questions in asked.items():
             for question in questions:
                 if question.is_answer(known.get(name)):
                     question.settle(known.get(name))
+
+    async def _known(self, names: Sequence[str]) -> Mapping[str, T]:
+        """A name that no database can hold (with a NUL, say) is unknown, and spoils nobody else's answer."""
+        try:
+            return await self._query(names)
+        except InvalidInputError:
+            if len(names) == 1:
+                return {}
+        middle = len(names) // 2
+        return {**await self._known(names[:middle]), **await self._known(names[middle:])}
 
     def _set_due(self, name: str) -> None:
         self._due.add(name)

@@ -91,6 +91,11 @@ class Worker:
         self._store.jobs.release(self._base_model, self._name, begun=self._sampling)
         self._trainer.live.put_away_all()
 
+    def abandon(self) -> None:
+        """Leaves the engine as if it had never worked for this one, whose successor will find its jobs in the store."""
+        for request_id in self._sampling:
+            self._engine.generator.cancel(request_id)
+
     def _recover(self) -> None:
         """Done at the start alone: a worker that ends late would put back what its successor is working on."""
         status = self._last_status
@@ -204,7 +209,14 @@ class Worker:
         model = self._store.models.get(sampler.model_id or "", sampler.owner)
         if model is None or sampler.model_seq_id is None:
             raise InvalidInputError("The model this sampler was copied from is gone.", field="sampling_session_id")
-        return self._trainer.live.rebuilt(model, before_seq=sampler.model_seq_id)
+        try:
+            return self._trainer.live.rebuilt(model, before_seq=sampler.model_seq_id)
+        except InvalidInputError as error:
+            raise InvalidInputError(
+                f"The weights of this sampler are lost with {model.model_id}: {error.message.rstrip('.')}. Make a new "
+                "sampling client from a checkpoint.",
+                field="sampling_session_id",
+            ) from error
 
     def _sample(self) -> None:
         try:

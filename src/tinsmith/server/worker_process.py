@@ -39,17 +39,22 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # both may reach the whole group, and the parent decides
     settings = msgspec.json.decode(_first_line(), type=WorkerSettings)
     hold_as_worker(Path(settings.state))
-    try:
-        run(settings, _opened_store(settings.database))
-    except StoreUnavailableError:
-        log.exception("The database is out of reach.")
-        sys.exit(DATABASE_LOST)
+    run(settings, _opened_store(settings.database))
 
 
 def run(settings: WorkerSettings, store: Store) -> None:
-    worker = Worker(settings, store, _opened_engine(settings), Bell(_INPUT), _tell_done)
+    """One worker after another, as often as the database is lost: the base model stays loaded meanwhile."""
+    engine, bell = _opened_engine(settings), Bell(_INPUT)
     _tell(Message(ready=True))
-    worker.run()
+    while not bell.is_closed:
+        worker = Worker(settings, store, engine, bell, _tell_done)
+        try:
+            worker.run()
+        except StoreUnavailableError as error:
+            log.error("The database is out of reach: %s", error)
+            worker.abandon()
+            settings = msgspec.structs.replace(settings, last_status=DATABASE_LOST)
+            time.sleep(LOOK_AGAIN_SECONDS)
 
 
 def _tell_done(request_ids: Sequence[str]) -> None:

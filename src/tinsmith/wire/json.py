@@ -39,10 +39,13 @@ def loads(data: bytes) -> Any:
     """The builtins in a JSON body. NaN and infinity are understood, as other servers may send them."""
     try:
         return msgspec.json.decode(data)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass
     try:
-        return json.loads(data)
+        value = json.loads(data.decode())
+        if b"\\u" in data:
+            json.dumps(value, ensure_ascii=False).encode()  # half a character is none: no file or database takes it
+        return value
     except (ValueError, RecursionError) as error:
         raise InvalidInputError(f"This is not JSON: {error}", field="body", value=data[:200]) from None
 

@@ -132,7 +132,7 @@ class StandInWorkers:
         return {"model_id": job.model_id, "type": "create_model"}
 
     def _unload_model(self, job: Job) -> Any:
-        return {"model_id": job.model_id, "type": "unload_model"}
+        return {**msgspec.json.decode(job.payload), "type": "unload_model"}
 
     def _forward_backward(self, job: Job) -> Any:
         message = pb.ForwardBackwardRequest()

@@ -23,10 +23,26 @@ def test_without_keys_on_loopback_everybody_is_local(server: RunningServer) -> N
     assert server.get("auth/apikey/me", key=None).status == 401
 
 
+def test_the_first_key_is_noticed_while_the_server_runs(tmp_path: Path) -> None:
+    now = [1_000_000.0]
+    config = ServerConfig(models=MODELS, state=tmp_path)
+    store = Store(config.database_url)
+    authority = Authority(config, store, now=lambda: now[0])
+    local = authority.identify("tml-any")
+    assert local is not None
+    made = store.keys.create("anna", "laptop")
+    assert authority.recall("tml-any") == local
+    now[0] += 6
+    assert authority.recall("tml-any") is None
+    assert authority.identify("tml-any") is None
+    assert authority.identify(made.plain) is not None
+    store.close()
+
+
 def test_without_keys_on_another_address_the_server_does_not_start(tmp_path: Path) -> None:
     config = ServerConfig(models=MODELS, host="0.0.0.0", state=tmp_path)
     store = Store(config.database_url)
-    with pytest.raises(ConfigError, match="--api-key"):
+    with pytest.raises(ConfigError, match=r"tinsmith keys create.*--api-key"):
         Authority(config, store)
     store.close()
 

@@ -134,7 +134,10 @@ BAD_OPERATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
         "send adam_params",
     ),
     "a step without settings": ("optim_step", {}, "OptimStepRequest needs optim_params"),
-    "a negative rate": ("optim_step", {"adam_params": {"learning_rate": -1}}, "must be 0 or more"),
+    "a negative rate": ("optim_step", {"adam_params": {"learning_rate": -1}}, "must lie between 0 and 1e+12"),
+    "a rate beyond single precision": ("optim_step", {"adam_params": {"learning_rate": 1e38}}, "between 0 and 1e+12"),
+    "nothing to divide by": ("optim_step", {"adam_params": {"eps": 0}}, "adam_params.eps is 0"),
+    "metadata with a NUL": ("save_weights", {"path": "a", "user_metadata": {"a": "\0"}}, "user_metadata holds"),
     "a rate that is text": ("optim_step", {"adam_params": {"learning_rate": "fast"}}, "learning_rate"),
     "a field that does not exist": ("optim_step", {"adam_params": {}, "speed": 1}, "has no field 'speed'"),
     "a name that leaves the folder": ("save_weights", {"path": "../../etc"}, "cannot name a checkpoint"),
@@ -283,12 +286,18 @@ def test_a_sampler_of_nothing_is_refused(server: RunningServer, fields: dict[str
     assert server.post("create_sampling_session", body).status == status
 
 
-def test_a_bad_custom_loss_fails_its_future(server: RunningServer) -> None:
-    body = {
-        "session_id": server.session(),
-        "custom_loss_seq_id": 0,
-        "name": "bad",
-        "inputs": [{"name": "advantages", "rank": 1}],
-        "graph": {"nodes": [{"op": "output", "name": "output", "target": "output"}]},
-    }
-    assert "must begin with 'logprobs'" in failure(server, server.post("create_custom_loss", body))
+OUTPUT = {"op": "output", "name": "output", "target": "output"}
+MANY = {"op": "call_function", "name": "many", "target": "torch.roll", "args": [{"tuple": [[1] * 128, [0] * 128]}, 1]}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "nodes", "reason"),
+    [
+        ([{"name": "advantages", "rank": 1}], [OUTPUT], "must begin with 'logprobs'"),
+        ([{"name": "logprobs", "rank": 1}], [MANY, OUTPUT], "graph.nodes['many'] has 257 arguments"),
+    ],
+)
+def test_a_bad_custom_loss_fails_its_future(server: RunningServer, inputs: Any, nodes: Any, reason: str) -> None:
+    body = {"session_id": server.session(), "custom_loss_seq_id": 0, "name": "bad", "inputs": inputs}
+    answer = server.post("create_custom_loss", {**body, "graph": {"nodes": nodes}})
+    assert reason in failure(server, answer)

@@ -41,6 +41,16 @@ def test_protobuf_is_taken_raw_and_compressed(server: RunningServer) -> None:
     assert [server.result(one)["metrics"]["loss:sum"] for one in (raw, compressed)] != []
 
 
+@pytest.mark.parametrize("text", [b"\\ud800", b"\xff", b"\xed\xa0\x80"], ids=["half a character", "no UTF-8", "both"])
+def test_text_that_is_none_is_not_json(server: RunningServer, text: bytes) -> None:
+    model_id = server.model()
+    body = b'{"model_id": "%s", "seq_id": 1, "path": "a", "user_metadata": {"a": "%s"}}' % (model_id.encode(), text)
+    answer = server.post("save_weights", body)
+    assert answer.status == 400
+    assert "not JSON" in answer.json()["detail"]
+    assert server.post("retrieve_future", b'{"request_id": "%s"}' % text).status == 400
+
+
 def test_a_body_that_says_it_is_too_large_is_refused_unread(small: RunningServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", small.port, timeout=10)
     headers = {"x-api-key": KEY, "content-length": str(2**30), **PROTOBUF}

@@ -57,6 +57,8 @@ def test_a_result_that_is_not_there_yet_is_a_408_with_try_again(impatient: Runni
     )
     impatient.workers.ready = False
     assert poll(impatient, request_id).json()["queue_state_reason"] == "tiny/model-1 is being loaded"
+    early = step(impatient, model_id, 3).json()["request_id"]
+    assert "a lower number (seq_id) has not arrived" in poll(impatient, early).json()["queue_state_reason"]
     impatient.workers.release()
 
 
@@ -212,6 +214,17 @@ def test_a_cancelled_sample_fails_at_once_and_never_runs(server: RunningServer) 
     answer = poll(server, request_id).json()
     assert answer["category"] == "user"
     assert request_id not in [job.request_id for job in server.workers.executed]
+
+
+@pytest.mark.parametrize(("reason", "is_wanted"), [("success", True), ("errored", False), ("interrupted", False)])
+def test_samples_of_a_client_that_broke_off_are_not_drawn(server: RunningServer, reason: str, is_wanted: bool) -> None:
+    session_id = server.session()
+    server.workers.hold("sample")
+    asked = sample(server, server.sampler(session_id))
+    finished = server.post(f"sessions/{session_id}/finish", {"reason": {"type": reason}, "detail": None})
+    assert finished.status == 204
+    server.workers.release()
+    assert ("sequences" in server.result(asked)) == is_wanted
 
 
 def test_stopping_the_server_ends_its_long_polls(tmp_path: Path) -> None:

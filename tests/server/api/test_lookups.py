@@ -49,7 +49,13 @@ def test_lists_are_paged(server: RunningServer, run: str) -> None:
     assert len(server.get("training_runs?limit=1").json()["training_runs"]) == 1
 
 
-@pytest.mark.parametrize("query", ["limit=0", "limit=1001", "offset=-1", "limit=x", "access_scope=all", "limit=9e9"])
+@pytest.mark.parametrize(
+    "query",
+    [
+        *("limit=0", "limit=1001", "offset=-1", "limit=x", "access_scope=all", "limit=9e9"),
+        *(f"limit={'0' * 20}1001", f"offset={'9' * 5000}"),
+    ],
+)
 def test_a_page_that_cannot_be_is_refused(server: RunningServer, query: str) -> None:
     assert server.get(f"training_runs?{query}").status == 422
 
@@ -70,6 +76,12 @@ def test_what_was_done_to_checkpoints_is_in_the_audit_log(server: RunningServer,
     assert entries[0]["tinker_path"] == f"tinker://{run}/weights/state"
     assert server.get("audit?event_type=teams").json() == {"entries": []}
     assert server.get("audit?day=2030-13-01").status == 422
+
+
+@pytest.mark.parametrize("day", ["9999-12-31", "yesterday"])
+def test_a_day_that_cannot_be_is_refused(server: RunningServer, day: str) -> None:
+    refused = server.get(f"audit?day={day}")
+    assert (refused.status, day in refused.json()["detail"]) == (422, True)
 
 
 def test_a_copy_is_made_once_per_idempotency_key(server: RunningServer, run: str) -> None:
@@ -234,6 +246,31 @@ def test_sessions_are_found_by_words_of_their_name_or_by_id(server: RunningServe
     assert found(owner={"type": "user", "owner_urns": ["local"]}, session_id=plain) == [plain]
     assert found(owner={"type": "user", "owner_urns": ["somebody"]}, session_id=plain) == []
     assert found(statuses=[{"type": "failed"}]) == []
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        {"project_ids": ["p"] * 101},
+        {"statuses": [{"type": "active"}] * 101},
+        {"user_metadata": {str(number): "x" for number in range(101)}},
+        {"display_name": "word " * 101},
+    ],
+)
+def test_a_search_with_too_many_conditions_is_refused(server: RunningServer, query: dict[str, Any]) -> None:
+    refused = server.post("sessions/search", query)
+    assert refused.status == 422
+    assert refused.json()["detail"] == f"{next(iter(query))} has 101 parts; search for at most 100 at once"
+
+
+def test_a_number_of_a_sampling_session_stands_for_one_source(server: RunningServer, run: str) -> None:
+    session_id = server.session()
+    first = server.sampler(session_id)
+    assert server.sampler(session_id) == first
+    other = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": f"tinker://{run}/weights/state"}
+    refused = server.post("create_sampling_session", other)
+    assert refused.status == 422
+    assert "samples from other weights" in refused.json()["detail"]
 
 
 def test_storage_is_counted_by_project(server: RunningServer, run: str) -> None:

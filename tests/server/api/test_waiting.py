@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import UTC, datetime
 
 import pytest
 
+from tinsmith.errors import InvalidInputError
 from tinsmith.server import waiting as waiting_module
 from tinsmith.server.store.records import Done, Status
 from tinsmith.server.waiting import Waiting
@@ -19,13 +19,9 @@ def status(request_id: str, *, is_done: bool) -> Status:
         kind="sample",
         owner="o",
         base_model="m",
-        model_id=None,
-        sampler_id="s",
         state="done" if is_done else "queued",
         outcome=Done(result=b"", content_type="x") if is_done else None,
-        created=datetime.now(UTC),
-        started=None,
-        finished=None,
+        is_held_up=False,
     )
 
 
@@ -42,6 +38,8 @@ class Jobs:
         self.queries.append(sorted(names))
         if self.is_broken:
             raise OSError("no database")
+        if any("\0" in name for name in names):
+            raise InvalidInputError("The database cannot store a value")
         return {name: status(name, is_done=self.done[name]) for name in names if name in self.done}
 
     async def cursors(self, names: Sequence[str]) -> Mapping[str, int]:
@@ -182,6 +180,19 @@ def test_a_broken_database_delays_and_does_not_end_the_waiting() -> None:
         jobs.is_broken = False
         jobs.done["s:1"] = True
         assert await poll is not None
+
+    run(jobs, script)
+
+
+def test_a_name_that_no_database_can_hold_is_unknown_and_spoils_nobody_elses_answer() -> None:
+    names = [f"s:{number}" for number in range(5)]
+    jobs = Jobs(*names)
+    jobs.done = dict.fromkeys(names, True)
+
+    async def script(waiting: Waiting) -> None:
+        asked = [waiting.until_done(name, "o", 60) for name in ("\0", *names, "s:\0")]
+        found = await asyncio.gather(*asked)
+        assert [one and one.request_id for one in found] == [None, *names, None]
 
     run(jobs, script)
 

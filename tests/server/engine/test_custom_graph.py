@@ -142,6 +142,8 @@ def test_what_is_not_listed_is_refused_before_anything_runs(node: CustomLossNode
         [call("operator.truediv", 1, 0)],
         [call("math.exp", 1e9)],
         [call("exp", 3, op="call_method")],
+        [call("to", P, "no-such-device", op="call_method")],
+        [call("to", P, "cuda:99", op="call_method")],
     ],
 )
 def test_what_cannot_be_computed_is_an_input_error_that_names_the_step(nodes: list[CustomLossNode]) -> None:

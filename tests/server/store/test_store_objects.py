@@ -24,6 +24,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.store import Store, schema
 from tinsmith.server.store.records import (
     Abandoned,
+    Cancelled,
     CheckpointKey,
     Lora,
     NewLoss,
@@ -313,6 +314,7 @@ def test_a_model_is_given_up_long_after_its_session_unless_somebody_works_on_it(
         store.jobs.enqueue(training(0, model_id=model_id))
     store.models.create(new_model(model_id="copies", session_id=None, trainable=False))
     store.models.set_snapshot("idle", 0)
+    store.jobs.enqueue(training(5, model_id="idle"))  # the numbers before it never come
     store.sessions.finish(ended, "ann", "success")
     done = {f"{name}:0": DONE for name in ("idle", "used", "active")}
     store.jobs.claim("tiny", "w", train=10)
@@ -324,6 +326,7 @@ def test_a_model_is_given_up_long_after_its_session_unless_somebody_works_on_it(
 
     assert store.models.remove_idle(idle_since=since) == {"idle": 0}
     assert store.models.remove_idle(idle_since=since) == {}
+    assert store.results.statuses(["idle:5"])["idle:5"].outcome == Cancelled()
     removed, used = store.models.get("idle", "ann"), store.models.get("used", "ann")
     assert removed is not None
     assert used is not None
@@ -445,9 +448,9 @@ def test_only_a_published_checkpoint_can_be_read_by_others(store: Store) -> None
     key = store.checkpoints.save(new_checkpoint()).key
     assert store.checkpoints.get(key, "bob") is None
     assert store.checkpoints.of_run(MODEL, "bob") == []
-    assert store.checkpoints.set_public(key, "bob", True) is None
-    assert store.checkpoints.set_public(key, "ann", True) == "changed"
-    assert store.checkpoints.set_public(key, "ann", True) == "unchanged"
+    assert not store.checkpoints.set_public(key, "bob", True)
+    assert store.checkpoints.set_public(key, "ann", True)
+    assert store.checkpoints.set_public(key, "ann", True)
     assert store.checkpoints.get(key, "bob") is not None
     assert len(store.checkpoints.of_run(MODEL, "bob")) == 1
     assert store.checkpoints.page("bob", limit=10).items == []
@@ -472,7 +475,7 @@ def test_a_checkpoint_past_its_time_is_gone_at_once_and_removed_later(store: Sto
     assert store.checkpoints.get(key, "ann") is None
     assert store.checkpoints.of_run(MODEL, "ann") == []
     assert store.checkpoints.page("ann", limit=10).total == 0
-    assert store.checkpoints.set_public(key, "ann", False) is None
+    assert not store.checkpoints.set_public(key, "ann", False)
     (expired,) = store.checkpoints.expired()
     assert store.checkpoints.delete(expired.key, expired.owner)
     assert store.checkpoints.expired() == []

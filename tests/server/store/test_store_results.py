@@ -43,12 +43,12 @@ def test_waiting_for_nothing_is_answered_with_nothing(store: Store) -> None:
     assert store.results.newest([]) == {}
 
 
-def test_a_status_tells_whose_it_is_and_when_things_happened(store: Store) -> None:
+def test_a_status_tells_whose_it_is_and_whether_a_lower_number_is_missing(store: Store) -> None:
     found = status(store, finish_sample(store, 0))
-    assert (found.owner, found.kind, found.sampler_id, found.model_id) == ("ann", "sample", SAMPLER, None)
-    assert found.started is not None
-    assert found.finished is not None
-    assert found.created < found.started < found.finished
+    assert (found.owner, found.kind, found.base_model, found.is_held_up) == ("ann", "sample", "tiny", False)
+    ahead, first = (store.jobs.enqueue(training(seq_id)).request_id for seq_id in (1, 0))
+    assert [status(store, request_id).is_held_up for request_id in (first, ahead)] == [False, False]
+    assert status(store, store.jobs.enqueue(training(3)).request_id).is_held_up
 
 
 def test_an_empty_result_is_a_result(store: Store) -> None:
@@ -142,7 +142,7 @@ def test_a_poller_among_many_finishing_threads_misses_nothing(store: Store) -> N
 
 def test_freed_samples_are_gone_but_their_numbers_stay_used(store: Store) -> None:
     request_id = finish_sample(store, 0)
-    store.results.free("bob", [request_id])
+    store.results.free("bob", [request_id, *map(str, range(70_000))])
     assert status(store, request_id).outcome == DONE
     store.results.free("ann", [request_id])
     assert status(store, request_id).outcome == Expired()

@@ -78,10 +78,12 @@ def read_spec(folder: Path) -> AdapterSpec:
 
 
 def read_adapter(folder: Path, adapter: Adapter, *, with_optimizer: bool) -> None:
-    """Loads a saved adapter into one of the same shape."""
-    adapter.load_state_dict({_our_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()})
-    if with_optimizer:
-        adapter.load_optimizer_state(_optimizer_state(folder))
+    """Loads a saved adapter into one of the same shape. What is missing is noticed before anything is changed."""
+    weights = {_our_name(name): tensor for name, tensor in load_file(folder / WEIGHTS).items()}
+    optimizer = _optimizer_state(folder) if with_optimizer else None
+    adapter.load_state_dict(weights)
+    if optimizer is not None:
+        adapter.load_optimizer_state(optimizer)
 
 
 def write_frozen(path: Path, frozen: FrozenAdapter) -> None:

@@ -10,6 +10,7 @@ from tinsmith.types import Cursor
 
 T = TypeVar("T")
 MAX_LIMIT = 1000
+_MAX_DIGITS = 20
 
 
 class Asked(NamedTuple):
@@ -33,6 +34,7 @@ def scope_of(call: Call) -> AccessScope:
 
 def _number(call: Call, name: str, default: int, lowest: int, highest: int) -> int:
     text = call.request.query_params.get(name, str(default))
-    if not text.isascii() or not text.isdigit() or not lowest <= int(text[:20]) <= highest:
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else -1
+    if not lowest <= number <= highest:
         raise status_error(422, f"{name} is {text[:40]!r}; it must be a whole number from {lowest} to {highest}.")
-    return int(text)
+    return number

@@ -123,5 +123,8 @@ def trainable(call: Call, model: Model) -> ModelFacts:
     if model.removed is not None:
         raise refuse("model_id", f"{model.model_id} was not used for long after its session; load a checkpoint of it")
     if model.corrupted is not None:
-        raise refuse("model_id", f"{model.model_id} cannot go on: {model.corrupted}. Resume from a checkpoint")
+        raise refuse(
+            "model_id",
+            f"{model.model_id} cannot go on: {model.corrupted}. Make a new model, or resume from a checkpoint",
+        )
     return check_base_model(model.base_model, call.services.models)

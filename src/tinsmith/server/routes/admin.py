@@ -51,10 +51,15 @@ async def audit(call: Call) -> Response:
 
 def _day(call: Call) -> date | None:
     text = call.request.query_params.get("day")
+    if text is None:
+        return None
     try:
-        return None if text is None else date.fromisoformat(text)
+        day = date.fromisoformat(text)
     except ValueError:
-        raise status_error(422, f"day is {text!r}; it must be a date such as 2030-01-31.") from None
+        day = date.max
+    if day == date.max:  # which has no end, as the calendar has none after it
+        raise status_error(422, f"day is {text!r}; it must be a date such as 2030-01-31.")
+    return day
 
 
 async def billing_events(call: Call) -> Response:

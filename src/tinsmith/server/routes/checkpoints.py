@@ -54,7 +54,7 @@ async def unpublish(call: Call) -> Response:
 async def _set_public(call: Call, public: bool) -> Response:
     """Asking for what is so already is no error: clients would repeat the request for minutes."""
     key = _key(call)
-    if await call.stored(call.store.checkpoints.set_public, key, call.owner, public) is None:
+    if not await call.stored(call.store.checkpoints.set_public, key, call.owner, public):
         raise _missing(key)
     return await _noted(call, "checkpoint_publish" if public else "checkpoint_unpublish", key)
 

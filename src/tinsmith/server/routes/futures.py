@@ -68,14 +68,22 @@ async def _result(call: Call, request: FutureRetrieveRequest, status: Status) ->
 
 
 def _pending(call: Call, status: Status) -> Response:
-    if status.base_model is None or call.services.workers.is_ready(status.base_model):
+    reason = _why_paused(call, status)
+    if reason is None:
         return reply(TryAgainResponse(request_id=status.request_id), status=408)
-    is_served = status.base_model in call.services.models
-    reason = f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
     return reply(
         TryAgainResponse(request_id=status.request_id, queue_state="paused_capacity", queue_state_reason=reason),
         status=408,
     )
+
+
+def _why_paused(call: Call, status: Status) -> str | None:
+    if status.is_held_up:
+        return "an operation of this model with a lower number (seq_id) has not arrived"
+    if status.base_model is None or call.services.workers.is_ready(status.base_model):
+        return None
+    is_served = status.base_model in call.services.models
+    return f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
 
 
 async def _finished(call: Call, request: FutureRetrieveRequest, status: Status, done: Done) -> Response:

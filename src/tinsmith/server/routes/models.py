@@ -105,7 +105,7 @@ def _info(call: Call, model: Model) -> GetInfoResponse:
 
 
 async def unload_model(call: Call) -> Response:
-    """Take a model out of memory, after everything asked of it so far. Only old clients do this."""
+    """Take a model out of memory until it is used again. Only old clients do this, and they give it no number."""
     request = await call.read(UnloadModelRequest)
     model = await model_named(call, request.model_id)
     job = NewJob(
@@ -114,7 +114,6 @@ async def unload_model(call: Call) -> Response:
         payload=json.encode(request),
         session_id=model.session_id or "",
         base_model=model.base_model,
-        model_id=model.model_id,
     )
     return acknowledged(await accept(call, job))
 

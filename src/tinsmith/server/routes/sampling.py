@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checks import MAX_SAMPLES, check_base_model, check_sampler, check_sampling, refuse
-from tinsmith.server.routes._call import Call, Endpoint, parse_json, reply, status_error
+from tinsmith.server.routes._call import Call, Endpoint, parse_json, reply, reply_plain, status_error
 from tinsmith.server.routes._found import checkpoint_at, open_session, sampler_named
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, object_in, text_field
 from tinsmith.server.store.records import Checkpoint, NewJob, NewSampler
@@ -33,17 +33,21 @@ async def create_sampling_session(call: Call) -> Response:
     if request.sampling_session_seq_id < 0:
         raise refuse("sampling_session_seq_id", f"is {request.sampling_session_seq_id}; count from 0")
     checkpoint = None if request.model_path is None else await _sampled_checkpoint(call, request.model_path)
+    base_model = _base_model(call, request.base_model, checkpoint)
     sampler = await call.stored(
         call.store.samplers.create,
         NewSampler(
             session_id=session.session_id,
             sampling_session_seq_id=request.sampling_session_seq_id,
             owner=call.owner,
-            base_model=_base_model(call, request.base_model, checkpoint),
+            base_model=base_model,
             model_path=request.model_path,
             saved_by=checkpoint.request_id if checkpoint else None,
         ),
     )
+    if (sampler.base_model, sampler.model_path, sampler.model_id) != (base_model, request.model_path, None):
+        number = request.sampling_session_seq_id
+        raise refuse("sampling_session_seq_id", f"is {number}, which samples from other weights; take a new number")
     return reply(CreateSamplingSessionResponse(sampling_session_id=sampler.sampler_id))
 
 
@@ -76,9 +80,10 @@ async def join_sampling_session(call: Call) -> Response:
 async def get_sampler(call: Call) -> Response:
     """What a sampling session samples from."""
     sampler = await sampler_named(call, call.part("sampler_id"))
-    return reply(
-        GetSamplerResponse(sampler_id=sampler.sampler_id, base_model=sampler.base_model, model_path=sampler.model_path)
-    )
+    facts = call.services.models.get(sampler.base_model)
+    answer = {"sampler_id": sampler.sampler_id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+    # Beyond the API, as `get_info` has it for training: our client finds the tokenizer of a folder by it.
+    return reply_plain({**answer, "tokenizer_id": facts.tokenizer_id if facts else None})
 
 
 class _Arrived(NamedTuple):

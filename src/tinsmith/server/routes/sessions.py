@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from tinsmith.server.checks import text_metadata
+from tinsmith.server.checks import refuse, text_metadata
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
 from tinsmith.server.routes._found import session_named
 from tinsmith.server.routes._paging import page_of, scope_of
@@ -21,6 +21,7 @@ from tinsmith.server.store.records import (
     StatusFilter,
 )
 from tinsmith.server.store.records import SessionSummary as StoredSummary
+from tinsmith.server.waiting import note_abandoned
 from tinsmith.types import (
     AssignSessionProjectRequest,
     ClientSessionFinished,
@@ -49,6 +50,7 @@ from tinsmith.types import (
 from tinsmith.types.service import ClientFinishedSessionStatusQuery, SessionStatusQuery
 
 DEFAULT_PROJECT = "project-default"
+MAX_CONDITIONS = 100
 
 _FINISHES: Mapping[str, ClientSessionFinishReason] = {
     "success": ClientSessionFinishSuccess(),
@@ -86,12 +88,15 @@ async def session_heartbeat(call: Call) -> Response:
 
 
 async def finish_session(call: Call) -> Response:
-    """The client is done. The first reason given is the one that stays."""
+    """The client is done. The first reason given is the one that stays. Nobody waits for samples it broke off from."""
     request = await call.read(FinishSessionRequest)
     session_id = call.part("session_id")
     reason = request.reason.type
     if not await call.stored(call.store.sessions.finish, session_id, call.owner, reason, request.detail):
         raise status_error(404, f"There is no session {session_id!r}.")
+    if reason != "success":
+        abandoned = await call.stored(call.store.jobs.cancel_samples, session_id)
+        note_abandoned(abandoned, call.services.waiting, call.services.workers)
     return nothing()
 
 
@@ -163,6 +168,7 @@ async def search_sessions(call: Call) -> Response:
 
 
 def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
+    _check_breadth(request)
     cursor = None
     if request.cursor is not None:
         asked = request.cursor
@@ -180,6 +186,19 @@ def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
         limit=request.limit,
         cursor=cursor,
     )
+
+
+def _check_breadth(request: SessionSearchRequest) -> None:
+    """Every condition makes the database's query longer, and that has a limit."""
+    parts = {
+        "project_ids": request.project_ids or (),
+        "statuses": request.statuses or (),
+        "user_metadata": request.user_metadata,
+        "display_name": (request.display_name or "").split(),
+    }
+    for name, conditions in parts.items():
+        if len(conditions) > MAX_CONDITIONS:
+            raise refuse(name, f"has {len(conditions):,} parts; search for at most {MAX_CONDITIONS} at once")
 
 
 def _filters(statuses: list[SessionStatusQuery]) -> tuple[StatusFilter, ...]:

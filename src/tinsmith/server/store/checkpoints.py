@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -39,7 +39,7 @@ class Checkpoints:
             insert = self._database.insert(checkpoints).on_conflict_do_nothing().returning(*checkpoints.c)
             row = connection.execute(insert, self._values(checkpoint)).one_or_none()
             if row is None:
-                raise _taken(checkpoint.key)
+                raise name_taken(checkpoint.key)
             return _checkpoint(row)
 
         return self._database.write(write)
@@ -82,17 +82,10 @@ class Checkpoints:
         query = sa.select(ranked).where(ranked.c.place == 1)
         return self._database.read(lambda c: {row.run_id: _checkpoint(row) for row in c.execute(query)})
 
-    def set_public(self, key: CheckpointKey, owner: str, public: bool) -> Literal["changed", "unchanged"] | None:
-        """Publish or withdraw; `None` if the owner has no such checkpoint."""
-        mine = sa.and_(_is(key), checkpoints.c.owner == owner, self._is_kept())
-
-        def write(connection: sa.Connection) -> Literal["changed", "unchanged"] | None:
-            change = sa.update(checkpoints).where(mine, checkpoints.c.public != public).values(public=public)
-            if connection.execute(change).rowcount:
-                return "changed"
-            return "unchanged" if connection.execute(sa.select(checkpoints.c.name).where(mine)).first() else None
-
-        return self._database.write(write)
+    def set_public(self, key: CheckpointKey, owner: str, public: bool) -> bool:
+        """Publish or withdraw; False if the owner has no such checkpoint."""
+        update = sa.update(checkpoints).where(_is(key), checkpoints.c.owner == owner, self._is_kept())
+        return self._database.write(lambda c: c.execute(update.values(public=public)).rowcount > 0)
 
     def set_expiry(self, key: CheckpointKey, owner: str, expires: datetime | None) -> bool:
         """Keep until then, or for ever; False if the owner has no such checkpoint."""
@@ -149,7 +142,7 @@ class Checkpoints:
         }
 
 
-def _taken(key: CheckpointKey) -> InvalidInputError:
+def name_taken(key: CheckpointKey) -> InvalidInputError:
     return InvalidInputError(
         f"{key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
         field="path",

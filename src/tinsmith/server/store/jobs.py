@@ -100,7 +100,7 @@ _RESERVE_SERIALS = (
     .returning(streams.c.stream, streams.c.done_serial)
 )
 _CANDIDATES = (
-    sa.select(jobs.c.request_id, jobs.c.stream, jobs.c.lane)
+    sa.select(jobs.c.request_id, jobs.c.stream, jobs.c.model_id)
     .where(jobs.c.request_id.in_(sa.bindparam("ids", expanding=True)))
     .with_for_update()
 )
@@ -306,7 +306,14 @@ class Jobs:
         ended = sa.select(sessions.c.session_id).where(
             sessions.c.session_id == jobs.c.session_id, sessions.c.state == "cancelled"
         )
-        unwanted = sa.and_(jobs.c.finished.is_(None), jobs.c.lane == "sample", ended.exists())
+        return self._cancel_samples(ended.exists())
+
+    def cancel_samples(self, session_id: str) -> Abandoned:
+        """The same for one session, as it is now; another client of its samplers may ask for more later."""
+        return self._cancel_samples(jobs.c.session_id == session_id)
+
+    def _cancel_samples(self, whose: sa.ColumnElement[bool]) -> Abandoned:
+        unwanted = sa.and_(jobs.c.finished.is_(None), jobs.c.lane == "sample", whose)
         waiting = sa.select(jobs.c.request_id).where(unwanted, _QUEUED).limit(_AT_ONCE)
         ask = (
             sa.update(jobs)
@@ -365,7 +372,7 @@ class Jobs:
         done = {row.request_id: outcome for row in rows if isinstance(outcome := outcomes[row.request_id], Done)}
         if done:
             connection.execute(_KEEP_RESULTS, [result_values(*item) for item in done.items()])
-        spent = [row.request_id for row in rows if row.lane == "sample" or row.request_id not in done]
+        spent = [row.request_id for row in rows if row.model_id is None or row.request_id not in done]
         if spent:
             connection.execute(_DROP_PAYLOADS, {"ids": spent})
 
@@ -396,12 +403,7 @@ class Jobs:
         """What waits and what runs, by base model and kind."""
         group = (jobs.c.base_model, jobs.c.kind, jobs.c.state)
         query = (
-            sa.select(
-                *group,
-                sa.func.count().label("count"),
-                sa.cast(sa.func.sum(jobs.c.size), sa.BigInteger).label("size"),
-                sa.func.min(jobs.c.created, type_=jobs.c.created.type).label("oldest"),
-            )
+            sa.select(*group, sa.func.count().label("count"))
             .where(jobs.c.finished.is_(None))
             .group_by(*group)
             .order_by(*group)

@@ -98,7 +98,10 @@ class Models:
         asked = sa.select(streams.c.stream).where(
             streams.c.stream == models.c.model_id, streams.c.last_request >= idle_since
         )
-        in_use = sa.select(jobs.c.request_id).where(jobs.c.stream == models.c.model_id, jobs.c.finished.is_(None))
+        # A job without a turn waits for a number that never came.
+        in_use = sa.select(jobs.c.request_id).where(
+            jobs.c.stream == models.c.model_id, jobs.c.finished.is_(None), jobs.c.turn.is_not(None)
+        )
         idle = (
             sa.select(models.c.model_id, models.c.snapshot_seq)
             .where(models.c.trainable, models.c.removed.is_(None), models.c.created < idle_since)
@@ -114,6 +117,8 @@ class Models:
                 connection.execute(update.values(removed=now, snapshot_seq=None))
                 data = sa.select(jobs.c.request_id).where(jobs.c.stream.in_(found))
                 connection.execute(sa.delete(payloads).where(payloads.c.request_id.in_(data)))
+                stranded = sa.update(jobs).where(jobs.c.stream.in_(found), jobs.c.finished.is_(None))
+                connection.execute(stranded.values(state="cancelled", finished=now))
             return found
 
         return self._database.write(write)

@@ -10,23 +10,7 @@ from tinsmith.server.store.records import Cancelled, Done, Expired, Failed, Outc
 from tinsmith.server.store.schema import jobs, results
 
 STATUS_COLUMNS = (
-    *(
-        jobs.c[name]
-        for name in (
-            "request_id",
-            "kind",
-            "owner",
-            "base_model",
-            "model_id",
-            "sampler_id",
-            "state",
-            "error",
-            "category",
-        )
-    ),
-    jobs.c.created,
-    jobs.c.started,
-    jobs.c.finished,
+    *(jobs.c[name] for name in ("request_id", "kind", "owner", "base_model", "state", "turn", "error", "category")),
     results.c.content_type,
     results.c.data,
 )
@@ -59,13 +43,9 @@ def status(row: Row) -> Status:
         kind=row.kind,
         owner=row.owner,
         base_model=row.base_model,
-        model_id=row.model_id,
-        sampler_id=row.sampler_id,
         state=row.state,
         outcome=_outcome(row),
-        created=row.created,
-        started=row.started,
-        finished=row.finished,
+        is_held_up=row.state == "queued" and row.turn is None,
     )
 
 

@@ -32,6 +32,7 @@ _ARRIVED = (
     .where(jobs.c.stream == sa.bindparam("stream"), jobs.c.seq_id > sa.bindparam("after"))
     .order_by(jobs.c.seq_id)
 )
+_KIND = sa.select(jobs.c.kind).where(jobs.c.request_id == sa.bindparam("id"))
 _SET_TURN = sa.update(jobs).where(jobs.c.request_id == sa.bindparam("id")).values(turn=sa.bindparam("turn"))
 _INSERT_PAYLOAD = sa.insert(payloads)
 _INSERT_RESULT = sa.insert(results)
@@ -75,16 +76,28 @@ class _Arrival:
     def enter(self) -> Enqueued:
         # Below the frontier every number has been used, even if its job was removed since.
         if self._is_ordered and self.seq_id < self.frontier:
-            return Enqueued(request_id=self.request_id, is_new=False)
+            return self._repeated()
         is_ready = not self._is_ordered or self.seq_id == self.frontier
         if not self._insert(is_ready):
-            return Enqueued(request_id=self.request_id, is_new=False)
+            return self._repeated()
         if self._is_ordered and is_ready:
             self.frontier += 1
             self._admit_followers()
         self.highest = max(self.highest, self.seq_id)
         self._save_stream()
         return Enqueued(request_id=self.request_id, is_new=True)
+
+    def _repeated(self) -> Enqueued:
+        """The first submission stands. A client that repeats itself would not ask for another kind of operation."""
+        kind = self.connection.scalar(_KIND, {"id": self.request_id})
+        if kind not in (None, self.job.kind):
+            raise InvalidInputError(
+                f"seq_id {self.seq_id} of {self.job.stream} is a {kind} already, so this {self.job.kind} is not done. "
+                "Two clients cannot work on one model: make a model for each.",
+                field="seq_id",
+                value=self.seq_id,
+            )
+        return Enqueued(request_id=self.request_id, is_new=False)
 
     @property
     def _is_ordered(self) -> bool:

@@ -57,8 +57,11 @@ class Page(Record, Generic[T]):
 # Jobs
 
 
+_SESSION_STREAMS = {"create_custom_loss": "loss", "unload_model": "unload"}
+
+
 class NewJob(Record):
-    """A submission. Exactly one of `model_id` and `sampler_id` is set; a job with neither belongs to its session."""
+    """A submission. At most one of `model_id` and `sampler_id` is set; a job with neither belongs to its session."""
 
     kind: JobKind
     owner: str
@@ -70,7 +73,7 @@ class NewJob(Record):
     model_id: str | None = None
     sampler_id: str | None = None
     seq_id: int | None = None
-    """`None` on a model (old clients do not number `unload_model`): the number after the highest seen so far."""
+    """`None` for what clients do not number: the one after the highest so far."""
 
     size: int = 1
     """Tokens; streams of one owner share the worker in proportion to it."""
@@ -82,7 +85,7 @@ class NewJob(Record):
     @property
     def stream(self) -> str:
         """The thing whose numbers `seq_id` counts."""
-        return self.model_id or self.sampler_id or f"{self.session_id}:loss"
+        return self.model_id or self.sampler_id or f"{self.session_id}:{_SESSION_STREAMS[self.kind]}"
 
 
 class Job(Record):
@@ -154,15 +157,12 @@ class Status(Record):
     kind: JobKind
     owner: str
     base_model: str | None
-    model_id: str | None
-    sampler_id: str | None
     state: JobState
     outcome: Outcome | Expired | None
     """`None` while it is queued or running."""
 
-    created: datetime
-    started: datetime | None
-    finished: datetime | None
+    is_held_up: bool
+    """Whether it waits for a lower number of its model that has not arrived."""
 
 
 class Completion(Record):
@@ -193,11 +193,6 @@ class QueueDepth(Record):
     kind: JobKind
     state: Literal["queued", "running"]
     count: int
-    size: int
-    """Tokens."""
-
-    oldest: datetime
-    """When the one that waits longest was submitted."""
 
 
 # Sessions

@@ -75,6 +75,11 @@ class Results:
 
     def free(self, owner: str, request_ids: Collection[str]) -> None:
         """Their client has these samples and will not ask again. The numbers stay used."""
+        names = list(request_ids)
+        for start in range(0, len(names), _AT_ONCE):
+            self._free(owner, names[start : start + _AT_ONCE])
+
+    def _free(self, owner: str, request_ids: Sequence[str]) -> None:
         mine = sa.select(jobs.c.request_id).where(
             jobs.c.request_id.in_(request_ids), jobs.c.owner == owner, jobs.c.lane == "sample"
         )
