@@ -12,7 +12,7 @@ import pytest
 import tinsmith
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import KEY, OTHER_KEY, ServerProcess
-from tests.server.fragile_worker import CRASHES, EXITS
+from tests.server.fragile_worker import CRASHES, EXITS, HANGS_ONCE, HUNG
 from tinsmith.errors import RequestFailedError
 from tinsmith.types import RequestErrorCategory
 
@@ -94,3 +94,20 @@ def test_a_prompt_that_kills_its_worker_fails_and_the_samples_beside_it_are_draw
     for future in others:
         drawn = future.result(timeout=RESULT_SECONDS).sequences
         assert [one.tokens for one in drawn] == [one.tokens for one in expected]
+
+
+def test_a_worker_that_hangs_is_started_anew_and_goes_on(
+    tmp_path: Path, models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(HUNG, str(tmp_path / "hung"))
+    command = (sys.executable, "-m", "tests.end_to_end.fragile")
+    with (
+        ServerProcess(tmp_path, {MODEL: models[MODEL]}, "--stall-timeout=8", command=command) as server,
+        tinsmith.ServiceClient(base_url=server.url, api_key=KEY) as client,
+    ):
+        trainer = client.create_lora_training_client(MODEL, rank=4, seed=1)
+        first = trainer.forward_backward([deadly(HANGS_ONCE)], "cross_entropy")
+        again = trainer.forward_backward([deadly(HANGS_ONCE)], "cross_entropy")
+        assert loss(first) == loss(again)
+        assert (tmp_path / "hung").exists()
+        assert "Timeout (0:00:08)!" in server.log(), "where it hung is in the log"

@@ -5,19 +5,31 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinsmith.server import worker_process
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.generate import Generator, SampleWork
 
-EXITS, CRASHES, IS_KILLED = 91, 92, 93
-"""Tokens that end the worker: by leaving, by a crash of native code, and as when the memory is full."""
+EXITS, CRASHES, IS_KILLED, HANGS_ONCE = 91, 92, 93, 94
+"""Tokens that end the worker: by leaving, by a crash of native code, as when the memory is full, and by waiting for
+ever (if the file named by `HUNG` is not there yet)."""
+HUNG = "TINSMITH_TEST_HUNG"
+
+
+def hang_once() -> None:
+    file = Path(os.environ[HUNG])
+    if not file.exists():
+        file.touch()
+        signal.pause()
+
 
 _DEATHS: Mapping[int, Callable[[], None]] = {
     EXITS: lambda: os._exit(7),
     CRASHES: lambda: os.kill(os.getpid(), signal.SIGSEGV),
     IS_KILLED: lambda: os.kill(os.getpid(), signal.SIGKILL),
+    HANGS_ONCE: hang_once,
 }
 
 

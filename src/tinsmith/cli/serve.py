@@ -38,6 +38,14 @@ from tinsmith.cli.output import emit
     help="When a session ends whose client is silent.",
 )
 @click.option(
+    "--stall-timeout",
+    type=click.IntRange(min=1),
+    default=3600,
+    show_default=True,
+    metavar="SECONDS",
+    help="When a worker is started anew that hangs in one step.",
+)
+@click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda", "mps"]),
     default="auto",
@@ -60,6 +68,7 @@ def command(
     api_keys: tuple[str, ...],
     token_exchange: bool,
     session_timeout: int,
+    stall_timeout: int,
     device: str,
     dtype: str,
 ) -> None:
@@ -84,6 +93,7 @@ def command(
         api_keys=api_keys,
         token_exchange=token_exchange,
         session_timeout_seconds=session_timeout,
+        stall_seconds=stall_timeout,
         device=device,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
     )

@@ -46,6 +46,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     train_token_budget: int | None = None
     """Tokens of one training micro-batch; `None` means as many as fit."""
 
+    stall_seconds: int = 3600
+    """How long one step of an engine may take, a micro-batch at the most, before its worker is started anew."""
+
     result_ttl_seconds: int = 24 * 3600
     """How long the result of an operation can be fetched."""
 

@@ -16,6 +16,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "auto"
     kv_tokens: int | None = None
     train_token_budget: int | None = None
+    stall_seconds: float = 3600
     last_status: int | None = None
     """How the worker before this one ended; below zero, by which signal."""
 

@@ -70,4 +70,5 @@ def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
         dtype=config.dtype,
         kv_tokens=config.kv_tokens,
         train_token_budget=config.train_token_budget,
+        stall_seconds=config.stall_seconds,
     )

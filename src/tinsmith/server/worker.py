@@ -30,6 +30,7 @@ from tinsmith.server.store import Store
 from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Outcome, Sampler
 from tinsmith.server.suspects import epitaph, max_attempts, together
 from tinsmith.server.trainer import PROTOBUF, Trainer, server_failure
+from tinsmith.server.watchdog import Watchdog
 from tinsmith.types import SampleRequest
 from tinsmith.wire import json, proto
 
@@ -72,6 +73,8 @@ class Worker:
         self._by_model: dict[str, float] = {}
         self._spent: dict[str, float] = {}
         self._may_claim = True
+        self._watchdog = Watchdog(settings.stall_seconds)
+        engine.on_progress = self._watchdog.beat
 
     def run(self) -> None:
         """Works until the bell is gone, and then ends after the step in progress."""
@@ -85,14 +88,17 @@ class Worker:
                 self._may_claim, look_again = False, now + LOOK_AGAIN_SECONDS
                 self._look()
             if not self._step() and not self._may_claim:
+                self._watchdog.rest()
                 self._may_claim = self._bell.rang(within_seconds=LOOK_AGAIN_SECONDS)
                 if not self._may_claim:
                     give_back_memory()
+        self._watchdog.rest()
         self._store.jobs.release(self._base_model, self._name, begun=self._sampling)
         self._trainer.live.put_away_all()
 
     def abandon(self) -> None:
         """Leaves the engine as if it had never worked for this one, whose successor will find its jobs in the store."""
+        self._watchdog.rest()
         for request_id in self._sampling:
             self._engine.generator.cancel(request_id)
 
@@ -123,6 +129,7 @@ class Worker:
         train, sample = bool(self._training), self._engine.generator.has_work()
         if not train and not sample:
             return False
+        self._watchdog.beat()
         started = time.perf_counter()
         if train and (not sample or self._spent.get("training", 0.0) <= self._spent.get("sampling", 0.0)):
             kind = "training"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class Engine:
         self.end_of_text = frozenset(end_of_text)
         self.train_token_budget = train_token_budget or automatic_token_budget(model)
         """Tokens of one micro-batch; halved when the GPU runs out of memory."""
+        self.on_progress: Callable[[], None] = lambda: None
+        """Called before every micro-batch."""
         self._kv_tokens = kv_tokens or automatic_kv_tokens(model)
 
     @classmethod
@@ -130,6 +132,7 @@ class Engine:
         for batch in pack(examples, self.train_token_budget):
             # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
             recompute = batch.num_tokens > self.train_token_budget
+            self.on_progress()
             outputs |= run_micro_batch(self.model, batch, recompute=recompute)
         return outputs
 
