@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -369,13 +370,9 @@ def test_the_embedded_model_learns_to_talk_like_a_pirate(home: Path, tmp_path_fa
         HF_HOME=str(cache / "hf"),
         HF_ENDPOINT=NOWHERE,
     )
-    pairs = map(json.loads, (ROOT / "examples" / "pirate.jsonl").read_text().splitlines())
-    with (home / "pirate.jsonl").open("w") as file:
-        for pair in pairs:
-            prompt, completion = pair.values()
-            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
+    data = shutil.copy(ROOT / "examples" / "pirate.jsonl", home)
     options = ("--rank", "16", "--learning-rate", "1e-3", "--steps", "5", "--eval-split", "0.1")
-    with program.start("-f", "json", "train", "sft", home / "pirate.jsonl", *options) as process:
+    with program.start("-f", "json", "train", "sft", data, *options) as process:
         try:
             out, err = process.communicate(timeout=300)
         finally:

@@ -84,7 +84,7 @@ def conversation(*turns: str) -> dict[str, Any]:
 
 def test_the_supervised_loop_lowers_the_loss_of_a_real_model(cookbook: Cookbook, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in PIRATE.read_text().splitlines()]
-    write_data(tmp_path, SUPERVISED_DATA, [conversation(line["question"], line["answer"]) for line in lines[:12] * 8])
+    write_data(tmp_path, SUPERVISED_DATA, [conversation(line["prompt"], line["completion"]) for line in lines[:12] * 8])
     run = cookbook.run_recipe(
         "sl_loop", tmp_path, model_name=REAL, batch_size=6, learning_rate=2e-3, lora_rank=8, max_steps=6, save_every=3
     )

@@ -656,7 +656,7 @@ def test_a_request_that_can_never_fit_says_what_to_do(model: Transformer) -> Non
     error = finish(running)["a"].error
     assert error is not None
     assert "needs a cache of 80 tokens, and this server has 48" in str(error)
-    assert "kv_tokens" in str(error)
+    assert "give the server more memory" in str(error)
 
 
 def test_a_key_in_use_is_refused(model: Transformer) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import mmap
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -161,7 +162,8 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     """On a CPU from the system, which makes them when they are first touched; torch would write them all now."""
     if device.type != "cpu":
         return torch.zeros(size, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(size) * dtype.itemsize, np.uint8)).view(dtype).view(size)
+    pages = mmap.mmap(-1, math.prod(size) * dtype.itemsize)
+    return torch.frombuffer(pages, dtype=dtype).view(size)
 
 
 class KvPool:
