@@ -203,7 +203,7 @@ def test_the_page_about_training_can_be_followed(env: Mapping[str, str]) -> None
 
 def test_a_backup_of_sqlite_is_restored_and_clients_go_on_meanwhile(env: Mapping[str, str]) -> None:
     """One client works through the pause. Another was killed before it: what it had sent is done all the same."""
-    backup, _, restore, _, _ = shown("back-up-and-upgrade.md", env)
+    _, backup, _, restore, _, _ = shown("back-up-and-upgrade.md", env)
     out = run_shell(
         [
             PRELUDE,
@@ -235,7 +235,7 @@ def database() -> Iterator[str]:
 
 
 def test_a_backup_of_postgresql_is_restored(env: Mapping[str, str], database: str) -> None:
-    _, backup, restore, restore_database, _ = shown("back-up-and-upgrade.md", env)
+    _, _, backup, restore, restore_database, _ = shown("back-up-and-upgrade.md", env)
     *before_start, start = restore.splitlines()
     run_shell(
         [

@@ -60,6 +60,11 @@ class Checkpoints:
             )
         )
 
+    def writers(self) -> dict[str, str]:
+        """Every checkpoint there is, of whoever it is, by its path, and the job that wrote it."""
+        found = self._database.all(sa.select(checkpoints), _checkpoint)
+        return {each.key.tinker_path: each.request_id for each in found}
+
     def of_run(self, run_id: str, reader: str) -> list[Checkpoint]:
         """Those of a training run that the reader may see, newest first."""
         query = (

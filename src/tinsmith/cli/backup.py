@@ -1,0 +1,69 @@
+"""`tinsmith backup`: a copy of a server's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from tinsmith.cli import shown
+from tinsmith.cli.errors import CommandFailed
+from tinsmith.cli.options import Options
+from tinsmith.cli.output import emit_json, emit_properties
+from tinsmith.cli.progress import Bar
+
+
+@click.command("backup")
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="As for `tinsmith serve`.",
+)
+@click.option("--force", is_flag=True, help="Replace FOLDER if it is not empty, once the new copy is complete.")
+@click.pass_obj
+def command(options: Options, folder: Path, state: Path | None, force: bool) -> None:
+    """Copy the state of a server of yours to FOLDER, while it works or not.
+
+    The copy is of one moment, and `tinsmith serve --state FOLDER` goes on from there. On one disk it shares its files
+    with the original, so copy it to another one. A database in PostgreSQL is not part of it: stop the server and use
+    `pg_dump`.
+    """
+    from tinsmith.errors import MissingExtraError
+    from tinsmith.export import new_folder
+
+    try:
+        from tinsmith.server.backup import DATABASE, back_up
+    except ImportError as error:
+        raise MissingExtraError(error.name or "sqlalchemy", "server", "Copying the state of a server") from error
+    source, target = (state or Path.home() / ".tinsmith").absolute(), folder.expanduser().absolute()
+    if not (source / DATABASE).exists():
+        raise CommandFailed(
+            f"{source} holds no {DATABASE}.",
+            remedy="Give the --state of `tinsmith serve`. With PostgreSQL, stop the server, copy the folder, and use "
+            "pg_dump for the database.",
+        )
+    if target.is_relative_to(source):
+        raise CommandFailed(f"{target} lies within {source}.", remedy="Choose a folder elsewhere.")
+    with new_folder(target, force=force) as copy, Bar(counts_bytes=True) as bar:
+        known = back_up(source, copy, bar.report)
+        size = sum(file.stat().st_size for file in copy.rglob("*") if file.is_file())
+    result = {
+        "state": str(source),
+        "destination": str(target),
+        "checkpoints": len(known.checkpoints),
+        "models": len(known.snapshots),
+        "size_bytes": size,
+    }
+    if options.wants_json:
+        emit_json(result)
+        return
+    rows = [
+        ("State", str(source)),
+        ("Copied to", str(target)),
+        ("Checkpoints", str(len(known.checkpoints))),
+        ("Models in training", str(len(known.snapshots))),
+        ("Total Size", shown.size(size)),
+    ]
+    emit_properties("Backup", rows)
