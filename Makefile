@@ -1,16 +1,18 @@
 # make demo  sets up .venv and fine-tunes a small model on this machine.
 # make test  sets up .venv and runs every check; make fix formats; make clean removes what these made.
+# make chaos kills servers at work, 250 times in about half an hour, and sees that nothing is lost.
+# make fuzz  sends a server over 100,000 requests that are wrong in every way, and sees that it stands.
 # make docs  builds the documentation as a site in build/site.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check fix docs clean
+.PHONY: demo test check fix chaos fuzz docs clean
 
 demo: .venv/local
 	$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 check: .venv/ready
 	$(BIN)/ruff check .
@@ -21,11 +23,21 @@ fix: .venv/ready
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+chaos: .venv/ready
+	$(BIN)/python -m tests.chaos --kills 200
+	$(BIN)/python -m tests.chaos --kills 50 --database postgres
+
+fuzz: .venv/ready build/fuzz/ready
+	$(BIN)/python -m tests.fuzz
+	$(BIN)/python -m tests.fuzz --postgres --inputs 20000 --real 0
+	$(BIN)/python -m tests.fuzz.openapi build/fuzz/bin/schemathesis
+
 docs: .venv/docs
 	$(BIN)/zensical build --strict --clean
 	@echo 'The site is build/site/index.html. To search it: $(PYTHON) -m http.server --directory build/site'
 
 .venv/local: pyproject.toml constraints-cpu.txt
+	@echo 'Installing torch and the rest into .venv, once: about 1.5 GB and a few minutes.'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --editable '.[local]'
@@ -36,6 +48,13 @@ docs: .venv/docs
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
 	$(BIN)/python -m pip install --quiet --group docs
+	touch $@
+
+# Apart, because schemathesis wants versions of its own of what the tests use.
+build/fuzz/ready: pyproject.toml
+	$(PYTHON) -m venv build/fuzz
+	build/fuzz/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	build/fuzz/bin/python -m pip install --quiet --group fuzz
 	touch $@
 
 .venv/ready: .venv/local

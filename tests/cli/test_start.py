@@ -96,7 +96,8 @@ def test_without_click_the_command_says_what_to_install() -> None:
     code = "import sys; sys.modules['click'] = None; from tinsmith.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr == "The tinsmith command needs the package 'click': pip install 'tinsmith[cli]'.\n"
+    remedy = "pip install 'tinsmith[cli]' (from a checkout: pip install '.[cli]')"
+    assert done.stderr == f"The tinsmith command needs the package 'click': {remedy}.\n"
 
 
 def test_the_module_is_the_program(home: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.server.tiny_models import save_model
 from tests.support.hub import NOWHERE, clean_environment
 from tests.support.tiny_tokenizer import byte_level_bpe
+from tinsmith.server.store import Store
 from tinsmith.sharing import RunningServer, SharedFolder
 
 END_SECONDS = 120.0
@@ -140,6 +141,16 @@ def test_scripts_share_a_server_that_ends_with_the_last_of_them(scripts: Scripts
     second.leave()
     scripts.wait_for_the_servers_end()
     assert not takes_connections(server)
+
+
+def test_keys_of_a_server_of_the_same_folder_do_not_shut_its_user_out(scripts: Scripts, tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+    store.keys.create("ann", "laptop", "")
+    store.close()
+    script = scripts.start()
+    assert script.ask("connect") == "connected"
+    assert script.ask("train") == "True True"
+    script.leave()
 
 
 def test_a_server_whose_users_are_killed_ends(scripts: Scripts) -> None:

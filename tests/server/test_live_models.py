@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,8 +11,11 @@ import pytest
 
 from tests.server.workbench import Workbench
 from tinsmith.server import live_models
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.live_models import LiveModels
 from tinsmith.server.snapshots import snapshot_path, tidy_snapshots
-from tinsmith.server.store.records import Failed
+from tinsmith.server.store.records import Failed, Job
+from tinsmith.server.trainer import Trainer
 
 MODEL, WHOLE = "s:train:0", "s:train:1"
 Constants = Callable[[str, float], None]
@@ -164,6 +167,51 @@ def test_a_checkpoint_that_was_loaded_may_be_deleted(bench: Workbench) -> None:
     shutil.rmtree(Path(bench.settings.state) / "checkpoints")
     with bench.worker():
         assert bench.losses([bench.data(MODEL, 8)]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_checkpoint_that_was_loaded_may_be_overwritten_even_if_the_worker_died_right_after(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.create(MODEL)
+    with monkeypatch.context() as killed, bench.worker():
+        killed.setattr(LiveModels, "_write", lambda *_: False)  # it did not come so far
+        bench.train(MODEL, range(1, 5))
+        path = bench.save(MODEL, 5, "latest")
+        bench.result(bench.load(MODEL, 6, path, optimizer=True))
+    assert snapshots(bench) == []
+    with bench.worker():
+        bench.train(MODEL, range(7, 11))
+        bench.save(MODEL, 11, "latest", overwrite=True)
+        expected = bench.losses([bench.data(MODEL, 12)])
+    with bench.worker():
+        assert bench.losses([bench.data(MODEL, 13)]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_load_that_was_written_down_but_not_told_is_not_done_again(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.create(MODEL)
+    with bench.worker():
+        bench.train(MODEL, range(1, 5))
+        path = bench.save(MODEL, 5, "latest")
+        expected = bench.losses([bench.data(MODEL, 6)])
+        bench.step(MODEL, 7)
+        bench.losses([bench.data(MODEL, 8)])
+    with monkeypatch.context() as killed, bench.worker():
+        killed.setattr(Trainer, "run", _run_and_die)
+        load = bench.load(MODEL, 9, path, optimizer=False)
+        bench.wait_for_its_death()
+        bench.died_of = None
+    CheckpointFolders(Path(bench.settings.state) / "checkpoints").delete(path)
+    with bench.worker():
+        bench.result(load)
+        assert bench.losses([bench.data(MODEL, 10)]) == pytest.approx(expected, rel=1e-6)
+
+
+def _run_and_die(self: Trainer, jobs: Sequence[Job]) -> None:
+    for job in jobs:
+        self._load_weights(job)
+    raise RuntimeError("killed")
 
 
 def test_a_load_that_fails_halfway_leaves_the_model_as_it_was(bench: Workbench) -> None:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from safetensors import SafetensorError
 
 from tests.server.workbench import BASE, WAIT_SECONDS, Workbench
+from tinsmith.server.engine import adapter_files
+from tinsmith.server.full_disk import DiskFullError
 from tinsmith.server.soundness import BrokenEngineError
+from tinsmith.server.store import StoreUnavailableError
+from tinsmith.server.store.models import Models
 from tinsmith.server.store.records import Done, Failed, NewSampler
+from tinsmith.server.store.samplers import Samplers
 from tinsmith.server.worker import note_served
 
 
@@ -160,6 +167,58 @@ def test_a_disk_that_takes_nothing_fails_the_save_and_says_why(bench: Workbench)
     assert failed.category == "server"
     assert "Not a directory" in failed.error
     assert "send it again" in failed.error
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        StoreUnavailableError("INSERT", {}, Exception("the database is shutting down")),
+    ],
+)
+def test_a_save_that_meets_a_full_disk_or_a_lost_database_is_done_later(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, trouble: Exception
+) -> None:
+    model_id = bench.create("s:train:0")
+    job = bench.submit(
+        "save_weights", model_id, seq_id=1, payload=b'{"model_id": "s:train:0", "seq_id": 1, "path": "a"}'
+    )
+
+    def fail(*_: Any) -> None:
+        raise trouble
+
+    monkeypatch.setattr(adapter_files, "write_adapter", fail)
+    with bench.worker():
+        bench.wait_for_its_death()
+    assert isinstance(bench.died_of, DiskFullError | StoreUnavailableError)
+    bench.died_of = None
+    monkeypatch.undo()
+    with bench.worker():
+        assert isinstance(bench.outcome(job), Done)
+
+
+def test_samples_and_training_wait_for_a_lost_database_too(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is lost while a model is looked up, which is in the midst of a job."""
+    jobs = {
+        "models": bench.data(bench.create("s:train:0"), 1),
+        "samplers": bench.sample(bench.base_sampler(), 0, max_tokens=2),
+    }
+
+    def fail(*_: Any) -> None:
+        raise StoreUnavailableError("SELECT", {}, Exception("the server closed the connection"))
+
+    for table, job in jobs.items():
+        kind = Models if table == "models" else Samplers
+        monkeypatch.setattr(kind, "get", fail)
+        with bench.worker():
+            bench.wait_for_its_death()
+        assert isinstance(bench.died_of, StoreUnavailableError)
+        bench.died_of = None
+        monkeypatch.undo()
+        assert bench.store.results.statuses([job])[job].outcome is None
+    with bench.worker():
+        assert all(isinstance(bench.outcome(job), Done) for job in jobs.values())
 
 
 def test_a_number_of_another_sampler_is_refused_and_that_one_keeps_its_weights(bench: Workbench) -> None:

@@ -57,11 +57,13 @@ class Workbench:
         try:
             worker.run()
         except Exception as error:  # noqa: BLE001 - a process would end with it
+            worker.abandon()
             self.died_of = error
             self._died.set()
 
     def wait_for_its_death(self) -> None:
         assert self._died.wait(WAIT_SECONDS)
+        self._died.clear()
 
     def submit(self, kind: JobKind, model_id: str | None = None, *, makes_model: bool = False, **fields: Any) -> str:
         job = NewJob(

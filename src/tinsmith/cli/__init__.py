@@ -17,5 +17,8 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "click":
             raise
-        raise SystemExit("The tinsmith command needs the package 'click': pip install 'tinsmith[cli]'.") from None
+        raise SystemExit(
+            "The tinsmith command needs the package 'click': pip install 'tinsmith[cli]' "
+            "(from a checkout: pip install '.[cli]')."
+        ) from None
     raise SystemExit(code)

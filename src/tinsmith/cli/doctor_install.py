@@ -59,6 +59,10 @@ def _extras(needs_server: bool) -> list[Check]:
     return [_extra(extra, packages, needs_server) for extra, packages in EXTRAS.items()]
 
 
+def _install(extra: str) -> str:
+    return f"pip install 'tinsmith[{extra}]' (from a checkout: pip install '.[{extra}]')"
+
+
 def _extra(extra: str, packages: tuple[str, ...], needs_server: bool) -> Check:
     name = f"Packages [{extra}]"
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
@@ -67,7 +71,7 @@ def _extra(extra: str, packages: tuple[str, ...], needs_server: bool) -> Check:
     told = f"{', '.join(missing)} missing; needed for {_USES[extra]}"
     if extra == "server" and not needs_server:
         return ok(name, told)
-    remedy = f"pip install 'tinsmith[{extra}]'"
+    remedy = _install("local" if needs_server else extra)
     return warning(name, told, remedy) if extra == "tokenizers" and not needs_server else fault(name, told, remedy)
 
 
@@ -118,7 +122,7 @@ class TorchProbe:
             self._process.communicate()
 
     def check(self, *, needed: bool) -> Check:
-        remedy = "pip install 'tinsmith[server]'"
+        remedy = _install("local")
         if self._process is None:
             told = "not installed; needed for custom losses and for `tinsmith serve` and --base-url local"
             return fault("torch", told, remedy) if needed else ok("torch", told)

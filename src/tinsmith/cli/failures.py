@@ -36,7 +36,8 @@ _KEY = re.compile(r"\b(tml-|eyJ)[\w.-]{4,}")
 _UNREACHABLE = "Check that the server runs and that --base-url (or TINKER_BASE_URL) names it."
 _HOW_TO_GIVE_A_KEY = (
     "Give one with --api-key or TINKER_API_KEY, or store it with `tinsmith auth login`. "
-    "A server of your own that has no keys takes any that starts with 'tml-'."
+    "A server of your own that has no keys takes any that starts with 'tml-'. "
+    "To work on this machine alone, without a key: --base-url local, or TINKER_BASE_URL=local."
 )
 
 
@@ -88,7 +89,8 @@ def explain(error: BaseException) -> Failure:
     if isinstance(error, OSError):
         return _explain_system(error)
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return Failure(f"The package {error.name!r} is missing", remedy="Install it with: pip install 'tinsmith[cli]'")
+        remedy = "Install it with: pip install 'tinsmith[cli]' (from a checkout: pip install '.[cli]')"
+        return Failure(f"The package {error.name!r} is missing", remedy=remedy)
     return Failure(
         "Unexpected error occurred",
         f"{type(error).__name__}: {error}",

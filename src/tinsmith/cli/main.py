@@ -12,7 +12,7 @@ from tinsmith.cli.options import Options
 
 COMMANDS = {
     "auth": "Log in and out, and see whose key it is.",
-    "backup": "Copy the state of a server of yours, while it works.",
+    "backup": "Copy the state of a server of yours to FOLDER, while it works or not.",
     "billing": "See what was used and what it costs.",
     "chat": "Talk to a base model or a checkpoint.",
     "checkpoint": "List, share, download and delete checkpoints.",

@@ -46,6 +46,44 @@ from tinsmith.cli.output import emit
     help="When a worker is started anew that hangs in one step.",
 )
 @click.option(
+    "--max-models",
+    type=click.IntRange(min=1),
+    default=1000,
+    show_default=True,
+    metavar="NUMBER",
+    help="Models that one key may have.",
+)
+@click.option(
+    "--max-checkpoints-gib",
+    type=click.IntRange(min=1),
+    metavar="GIB",
+    help="What the checkpoints of one key may take up; no limit by default.",
+)
+@click.option(
+    "--max-queued",
+    type=click.IntRange(min=1),
+    default=50_000,
+    show_default=True,
+    metavar="NUMBER",
+    help="Operations of one key that may wait.",
+)
+@click.option(
+    "--max-queued-mib",
+    type=click.IntRange(min=1),
+    default=2048,
+    show_default=True,
+    metavar="MIB",
+    help="How much data they may hold.",
+)
+@click.option(
+    "--max-open-requests",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    metavar="NUMBER",
+    help="Requests of one key that are served at once.",
+)
+@click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda", "mps"]),
     default="auto",
@@ -69,6 +107,11 @@ def command(
     token_exchange: bool,
     session_timeout: int,
     stall_timeout: int,
+    max_models: int,
+    max_checkpoints_gib: int | None,
+    max_queued: int,
+    max_queued_mib: int,
+    max_open_requests: int,
     device: str,
     dtype: str,
 ) -> None:
@@ -84,6 +127,7 @@ def command(
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "server", "Serving") from error
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     config = ServerConfig(
         models=tuple(map(parse_source, models)),
         host=host,
@@ -94,6 +138,11 @@ def command(
         token_exchange=token_exchange,
         session_timeout_seconds=session_timeout,
         stall_seconds=stall_timeout,
+        max_models=max_models,
+        max_checkpoint_bytes=None if max_checkpoints_gib is None else max_checkpoints_gib * 2**30,
+        max_queued_requests=max_queued,
+        max_queued_bytes=max_queued_mib * 2**20,
+        max_open_requests=max_open_requests,
         device=device,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
     )

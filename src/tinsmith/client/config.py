@@ -26,7 +26,8 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 _TRUE = frozenset({"1", "true", "yes", "on"})
 NO_KEY = (
     "No API key. Pass api_key=..., set TINKER_API_KEY, or set TINKER_CREDENTIAL_CMD. "
-    "A server of your own that has no keys configured takes any key, such as 'tml-local'."
+    "A server of your own that has no keys configured takes any key, such as 'tml-local'. "
+    "To work on this machine alone, without a key, set TINKER_BASE_URL=local."
 )
 
 HookFunction = Callable[[Any], None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,11 @@ from tinsmith.server.auth import Authority, Caller
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.quotas import Backlog, Incoming, OpenRequests
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes import ENDPOINTS
-from tinsmith.server.routes._call import Call, Endpoint, Services, reply_plain, status_error
+from tinsmith.server.routes._body import Body
+from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, reply_plain, shortened, status_error
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.tidying import Tidying
@@ -42,7 +45,9 @@ _STORE_THREADS = 8
 _DECODE_THREADS = 2
 _IN_USE_SECONDS = 5.0
 _NOBODY = Caller("")
+_TOO_SLOW = 408
 _CLIENT_GONE = 499
+_UNKNOWN_BODY_BYTES = 2**20
 
 
 def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFacts], workers: Workers) -> Starlette:
@@ -85,6 +90,14 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
         folders=CheckpointFolders(config.checkpoints),
         intake=Intake(in_thread(store.jobs.enqueue_many)),
+        open_requests=OpenRequests(config.max_open_requests),
+        incoming=Incoming(config.max_incoming_bytes),
+        backlog=Backlog(
+            config.max_queued_requests,
+            config.max_queued_bytes,
+            lambda: asyncio.get_running_loop().run_in_executor(storing, store.jobs.queued),
+            lambda *number: asyncio.get_running_loop().run_in_executor(storing, store.jobs.is_awaited, *number),
+        ),
         storing=storing,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
         models_in_use=Recent(_IN_USE_SECONDS),
@@ -130,7 +143,10 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
 def _route(endpoint: Endpoint, services: Services, metrics: Metrics) -> Route:
     async def handle(request: Request) -> Response:
         started = time.perf_counter()
-        response = await _answer(endpoint, request, services)
+        body = Body(request)
+        response = await _answer(endpoint, Request(request.scope, body.receive), services)
+        if response.status_code != _TOO_SLOW:
+            await body.drain(services.config.max_body_bytes)
         metrics.count(endpoint, response.status_code, time.perf_counter() - started)
         return response
 
@@ -140,9 +156,11 @@ def _route(endpoint: Endpoint, services: Services, metrics: Metrics) -> Route:
 async def _answer(endpoint: Endpoint, request: Request, services: Services) -> Response:
     try:
         caller = _NOBODY if endpoint.is_open else await _caller(request, services)
-        return await endpoint.answer(Call(request, caller, services))
+        memory = HeldMemory(services.incoming, caller.owner)
+        with services.open_requests.one_more(caller.owner), memory:
+            return await endpoint.answer(Call(request, caller, services, memory))
     except APIStatusError as error:
-        return _refusal(error.status_code, error.message)
+        return _refusal(error.status_code, error.message, error.retry_after)
     except InvalidInputError as error:
         return _refusal(422, error.message)
     except RecursionError:
@@ -174,12 +192,16 @@ async def _caller(request: Request, services: Services) -> Caller:
 
 async def _no_such_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    await Body(request).drain(_UNKNOWN_BODY_BYTES)
     return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
 
 
-def _refusal(status: int, detail: str) -> Response:
+def _refusal(status: int, detail: str, retry_after: float | None = None) -> Response:
     """Never empty and never compressed: clients take a 400 without a length for a fault of the network."""
-    return reply_plain({"detail": detail}, status)
+    response = reply_plain({"detail": shortened(detail)}, status)
+    if retry_after is not None:
+        response.headers["retry-after"] = str(math.ceil(retry_after))
+    return response
 
 
 def _once(make: Callable[[], bytes]) -> Callable[[Request], Response]:

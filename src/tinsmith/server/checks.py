@@ -41,7 +41,7 @@ MAX_DATA = 100_000
 MAX_CELLS = 2**26
 """Of all tensors of a request together, made dense: sparse ones of a few bytes could fill the memory."""
 MAX_LOSS_INPUTS = 16
-MAX_LOSS_NODES = 10_000
+MAX_LOSS_NODES = 1000
 MAX_LOSS_ARGUMENTS = 256
 MAX_METADATA_BYTES = 64 * 1024
 MAX_ADAM_NUMBER = 1e12

@@ -31,6 +31,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """Keys accepted besides those in the database."""
 
+    takes_any_key: bool = False
+    """Local mode: whoever reaches it is the user of this machine, whatever keys are in the database."""
+
     token_exchange: bool = False
     """Whether clients swap their key for a short-lived token first."""
 
@@ -67,6 +70,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     inline_result_bytes: int = _MIB
     """Of a larger result, a client that allows it first learns the size, so that it can plan its memory."""
+
+    max_models: int = 1000
+    """Models of one key that can be worked on."""
+
+    max_checkpoint_bytes: int | None = None
+    """From how many bytes on a key may save no more checkpoints; `None` means as much as the disk holds."""
+
+    max_queued_requests: int = 50_000
+    max_queued_bytes: int = 2048 * _MIB
+    """What of one key may wait to be done."""
+
+    max_open_requests: int = 4096
+    """Requests of one key that are served at once; each result that is waited for is one."""
+
+    max_incoming_bytes: int = 512 * _MIB
+    """Of one key: bodies that are being received and unpacked."""
 
     max_body_bytes: int = 64 * _MIB
     max_decompressed_bytes: int = 256 * _MIB

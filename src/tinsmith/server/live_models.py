@@ -44,11 +44,17 @@ class _Live:
     """Spent on it since the last snapshot."""
     write_seconds: float = 0.0
     """What the last snapshot took."""
+    has_loaded: bool = False
+    """Since the last snapshot."""
     used: float = field(default_factory=time.monotonic)
 
     @property
     def is_due(self) -> bool:
-        return self.work_seconds > max(SNAPSHOT_SECONDS, self.write_seconds / WRITING_SHARE)
+        return self.has_loaded or self.work_seconds > max(SNAPSHOT_SECONDS, self.write_seconds / WRITING_SHARE)
+
+    @property
+    def is_worth_writing(self) -> bool:
+        return self.has_loaded or self.work_seconds > WORTH_SECONDS
 
 
 class LiveModels:
@@ -80,10 +86,7 @@ class LiveModels:
             model = self._store.models.get(model_id, owner)
             if model is None:
                 raise InvalidInputError(f"There is no model {model_id!r}.", field="model_id", value=model_id)
-            started = time.perf_counter()
-            adapter = self._rebuilt_or_lost(model, before_seq)
-            replaying = time.perf_counter() - started
-            self._live[model_id] = _Live(adapter, model.base_model, before_seq - 1, work_seconds=replaying)
+            self._live[model_id] = self._rebuilt_or_lost(model, before_seq)
         return self._live[model_id].adapter
 
     def drop(self, model_id: str) -> None:
@@ -92,18 +95,21 @@ class LiveModels:
 
     # Building again
 
-    def _rebuilt_or_lost(self, model: Model, before_seq: int) -> Adapter:
+    def _rebuilt_or_lost(self, model: Model, before_seq: int) -> _Live:
         """What cannot be built now never can, so it is written down and not tried again."""
         if model.corrupted is not None:
             raise _lost(model, model.corrupted)
         try:
-            return self.rebuilt(model, before_seq)
+            return self._rebuilt(model, before_seq)
         except InvalidInputError as error:
             self._store.models.mark_corrupted(model.model_id, error.message)
             raise _lost(model, error.message) from error
 
     def rebuilt(self, model: Model, before_seq: int) -> Adapter:
         """The adapter as it was just before an operation."""
+        return self._rebuilt(model, before_seq).adapter
+
+    def _rebuilt(self, model: Model, before_seq: int) -> _Live:
         adapter, done = self._new_adapter(model), -1
         if model.snapshot_seq is not None and model.snapshot_seq < before_seq:
             self._read_snapshot(model, adapter)
@@ -111,15 +117,22 @@ class LiveModels:
         history = self._store.jobs.history(model.model_id, done, REPLAYED_AT_ONCE)
         if done < 0 < before_seq and not (history and history[0].seq_id == 0):
             raise InvalidInputError(self._why_without_beginning(model), field="model_id", value=model.model_id)
-        while history:
-            for job in history:
-                if job.seq_id >= before_seq:
-                    return adapter
-                self._replay(job, adapter)
-            done = history[-1].seq_id
-            log.info("Rebuilding %s: replayed up to operation %d.", model.model_id, done)
-            history = self._store.jobs.history(model.model_id, done, REPLAYED_AT_ONCE)
-        return adapter
+        live = _Live(adapter, model.base_model, before_seq - 1)
+        self._replay_all(model.model_id, live, history)
+        return live
+
+    def _replay_all(self, model_id: str, live: _Live, history: Sequence[Job]) -> None:
+        """From here on as far as `live.seq_id`."""
+        started, replayed = time.perf_counter(), 0
+        while due := [job for job in history if job.seq_id <= live.seq_id]:
+            for job in due:
+                self._replay(job, live.adapter)
+                live.has_loaded |= job.kind == "load_weights"
+            replayed += len(due)
+            log.info("Rebuilding %s: replayed up to operation %d.", model_id, due[-1].seq_id)
+            history = self._store.jobs.history(model_id, due[-1].seq_id, REPLAYED_AT_ONCE)
+        live.work_seconds = time.perf_counter() - started
+        log.info("Rebuilt %s in %.2f s: replayed %d operations.", model_id, live.work_seconds, replayed)
 
     def _read_snapshot(self, model: Model, adapter: Adapter) -> None:
         folder = self._snapshots.folder(snapshot_path(model.model_id, model.snapshot_seq or 0))
@@ -146,12 +159,20 @@ class LiveModels:
                 self.drop(job.model_id or "")
             elif live is not None:
                 live.seq_id = max(live.seq_id, job.seq_id)
-                # What was loaded can be deleted, and then not be loaded again.
-                live.work_seconds += float("inf") if job.kind == "load_weights" else seconds * job.size / size
+                live.work_seconds += seconds * job.size / size
                 live.used = time.monotonic()
         for model_id in {job.model_id or "" for job in jobs} & self._live.keys():
             if self._live[model_id].is_due:
                 self._write(model_id, self._live[model_id])
+
+    def has_loaded(self, model_id: str, seq_id: int) -> None:
+        """This operation has loaded weights, which may be gone or others when they are to be loaded once more.
+
+        So the model is written down at once, before the operation counts as done.
+        """
+        live = self._live[model_id]
+        live.seq_id, live.has_loaded = seq_id, True
+        self._write(model_id, live)
 
     def put_away(self, model_id: str) -> None:
         """Out of memory, to be read from the disk when it is needed again."""
@@ -166,7 +187,7 @@ class LiveModels:
 
     def put_away_all(self) -> None:
         """Before the worker ends, so that the next one need not do much again."""
-        for model_id in [model_id for model_id, live in self._live.items() if live.work_seconds > WORTH_SECONDS]:
+        for model_id in [model_id for model_id, live in self._live.items() if live.is_worth_writing]:
             self.put_away(model_id)
 
     def _write(self, model_id: str, live: _Live) -> bool:
@@ -183,7 +204,7 @@ class LiveModels:
             live.work_seconds, live.used = 0.001, time.monotonic()
             return False
         self._publish(model_id, live.seq_id, path)
-        live.work_seconds, live.write_seconds = 0.0, time.perf_counter() - started
+        live.work_seconds, live.write_seconds, live.has_loaded = 0.0, time.perf_counter() - started, False
         return True
 
     def _publish(self, model_id: str, seq_id: int, path: str) -> None:

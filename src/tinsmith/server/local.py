@@ -42,7 +42,7 @@ def main(state: Path, model: str = "") -> None:
         threading.Thread(target=_end_when_unused, args=(folder,), daemon=True).start()
         try:
             source = parse_source(model) if model else embedded_model(progress=_tell_progress)
-            config = ServerConfig(models=(source,), port=0, state=state)
+            config = ServerConfig(models=(source,), port=0, state=state, takes_any_key=True)
             _tell(stage=f"Loading {source.name}", share=0.0)
             serve(config, on_ready=lambda url: _announce(folder, url, model))
         except TinkerError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -12,12 +13,14 @@ from tinsmith.server.app import create_app
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import describe
-from tinsmith.server.serve import ApiServer, listen
+from tinsmith.server.serve import ApiServer, allow_many_connections, listen
 from tinsmith.server.snapshots import tidy_snapshots
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.state_locks import sole_use
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.supervise import WorkerProcesses
+
+log = logging.getLogger(__name__)
 
 
 def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
@@ -27,12 +30,14 @@ def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
 
 
 def _serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
+    allow_many_connections()
     models = {source.name: describe(source) for source in config.models}
     CheckpointFolders(config.checkpoints).tidy()
     SpilledWeights(config.samplers).tidy()
     store = _opened_store(config)
     tidy_snapshots(config.snapshots, store.models.snapshots())
     workers = WorkerProcesses(config, {name: facts.folder for name, facts in models.items()}, store)
+    log.info("Loading %s ...", ", ".join(models))
     server = ApiServer(create_app(config, store, models, workers))
     # uvicorn stops on these signals and then raises them again, for whoever had the handler before.
     for number in (signal.SIGTERM, signal.SIGINT):

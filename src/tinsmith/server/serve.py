@@ -1,17 +1,53 @@
-"""The API on a port: uvicorn, with two things it does not do by itself."""
+"""The API on a port: uvicorn, with some things it does not do by itself."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import socket
 
+import h11
 import uvicorn
 from starlette.applications import Starlette
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import drain
 
+log = logging.getLogger(__name__)
+
 _BACKLOG = 2048
 _GRACE_SECONDS = 10
+_OPEN_FILES = 65536
+
+_HEAD_SECONDS = 20.0
+"""How long the head of a request may take, from its first byte or from the beginning of the connection."""
+
+_UNREAD_SECONDS = 60
+"""How long an answer may lie unread before the connection is given up."""
+
+
+class PatientOnce(H11Protocol):
+    """A connection that is closed if the head of a request does not arrive in time: uvicorn would wait for ever."""
+
+    _head_due: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._await_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
+            self._await_head()
+        else:
+            self._head_due = None
+
+    def _await_head(self) -> None:
+        """More of a head does not buy more time."""
+        self._head_due = self._head_due or self.loop.time() + _HEAD_SECONDS
+        self.timeout_keep_alive_task = self.loop.call_at(self._head_due, self.timeout_keep_alive_handler)
 
 
 class ApiServer(uvicorn.Server):
@@ -19,13 +55,40 @@ class ApiServer(uvicorn.Server):
 
     def __init__(self, app: Starlette) -> None:
         super().__init__(
-            uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_SECONDS)
+            uvicorn.Config(
+                self._serve_one,
+                interface="asgi3",
+                http=PatientOnce,
+                ws="none",
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
         )
         self._app = app
+
+    async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._app(scope, receive, send)
+        except h11.LocalProtocolError:
+            # What came in the middle of the body was no HTTP, and uvicorn has said so in our place.
+            log.info("a client broke the rules of HTTP")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain(self._app)
         await super().shutdown(sockets)
+
+
+def allow_many_connections() -> None:
+    """Every connection is an open file, of which a process may have 1,024 unless it asks for more."""
+    try:
+        import resource
+    except ImportError:  # no such limit on Windows
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -37,6 +100,8 @@ def listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; connections take it over from here
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNREAD_SECONDS)
     try:
         listener.bind((host, port))
         listener.listen(_BACKLOG)

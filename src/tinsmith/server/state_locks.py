@@ -34,7 +34,8 @@ def sole_use(state: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"Another server uses the state folder {state}. Stop it, or choose another folder with --state."
+            f"Another server uses the state folder {state}. Stop it, or choose another folder: with --state "
+            "for `tinsmith serve`, with TINSMITH_STATE in local mode."
         ) from None
     except OSError as error:
         raise ConfigError(f"The state folder {state} cannot be used: {error}. Choose another with --state.") from error

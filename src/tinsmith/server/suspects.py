@@ -16,8 +16,10 @@ from tinsmith.server.store.records import Job
 COMPANY = (sys.maxsize, 16, 1)
 """How many may run together, by how often they were begun before; later tries are as the last one."""
 
-DATABASE_LOST = 75
-"""In place of an exit status: the worker had to begin again because of the database, not because of what it did."""
+HELD_UP = 75
+"""In place of an exit status: the database was out of reach or the disk full, and no job is to blame."""
+
+_UNLIMITED = 2**31 - 1  # the largest number that every database compares with a count
 
 MAX_CRASHES = 3
 MAX_KILLS = 5
@@ -41,7 +43,9 @@ def together(waiting: Iterable[Job], running: Collection[Job] = ()) -> list[Job]
 
 def max_attempts(status: int | None) -> int:
     """How often a job may be begun when the last worker ended with this status; `None` if nobody saw it end."""
-    return MAX_KILLS if status in (None, DATABASE_LOST, -signal.SIGKILL) else MAX_CRASHES
+    if status == HELD_UP:
+        return _UNLIMITED
+    return MAX_KILLS if status in (None, -signal.SIGKILL) else MAX_CRASHES
 
 
 def epitaph(status: int | None) -> str:
@@ -57,8 +61,6 @@ def ending(status: int | None) -> str:
     """How a process ended, in words."""
     if status is None:
         return "together with the server"
-    if status == DATABASE_LOST:
-        return "because the database was out of reach"
     if status >= 0:
         return f"with exit status {status}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else "unknown"

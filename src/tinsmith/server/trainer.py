@@ -18,10 +18,11 @@ from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.train import RowOutput
+from tinsmith.server.full_disk import raise_if_full
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.soundness import check_engine
-from tinsmith.server.store import Store, ids
+from tinsmith.server.store import Store, StoreUnavailableError, ids
 from tinsmith.server.store.checkpoints import name_taken
 from tinsmith.server.store.records import (
     CheckpointKey,
@@ -94,7 +95,10 @@ class Trainer:
         }
 
     def run(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
-        """The outcome of every job of a batch: data jobs of any models, or one of another kind."""
+        """The outcome of every job of a batch: data jobs of any models, or one of another kind.
+
+        If the database is out of reach or the disk is full there is none, and the live models may be half changed.
+        """
         if jobs[0].kind == "forward_backward":
             return self._forward_backward(jobs)
         return {job.request_id: self._outcome(job) for job in jobs}
@@ -106,7 +110,10 @@ class Trainer:
             if job.kind == "load_weights":
                 self._drop_halves(job)
             return Failed(error=error.message, category="user")
+        except StoreUnavailableError:  # not this job's fault: it is done when the database is back
+            raise
         except (OSError, SafetensorError) as error:
+            raise_if_full(error)
             self._drop_halves(job)
             return _disk_failure(job, error)
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
@@ -128,6 +135,8 @@ class Trainer:
                 rows[job.request_id] = self._rows(job)
             except InvalidInputError as error:
                 outcomes[job.request_id] = Failed(error=error.message, category="user")
+            except StoreUnavailableError:
+                raise
             except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
                 outcomes[job.request_id] = server_failure(job, error, self._engine)
         return outcomes | self._through_engine([job for job in jobs if job.request_id in rows], rows)
@@ -282,9 +291,11 @@ class Trainer:
         return sampler.sampler_id
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
-        request = json.decode(LoadWeightsRequest, job.payload)
-        adapter = self.live.begin(self._model(job)) if job.seq_id == 0 else self._adapter(job)
-        self._load(job, adapter)
+        request, model = json.decode(LoadWeightsRequest, job.payload), self._model(job)
+        if model.snapshot_seq != job.seq_id:  # else its worker died after it was done and before it could say so
+            adapter = self.live.begin(model) if job.seq_id == 0 else self._adapter(job)
+            self._load(job, adapter)
+            self.live.has_loaded(model.model_id, job.seq_id)
         return LoadWeightsResponse(path=request.path, model_id=job.model_id)
 
     def _load(self, job: Job, adapter: Adapter) -> None:

@@ -9,7 +9,7 @@ Jobs that kill their worker are dealt with in `suspects.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from uuid import uuid4
 
@@ -26,7 +26,7 @@ from tinsmith.server.messages import WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, schedule
 from tinsmith.server.spilled import SpilledWeights
-from tinsmith.server.store import Store
+from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Outcome, Sampler
 from tinsmith.server.suspects import epitaph, max_attempts, together
 from tinsmith.server.trainer import PROTOBUF, Trainer, server_failure
@@ -43,7 +43,10 @@ NEGLIGIBLE = 1e-6
 
 
 class Worker:
-    """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`."""
+    """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`.
+
+    `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
+    """
 
     def __init__(
         self,
@@ -52,6 +55,7 @@ class Worker:
         engine: Engine,
         bell: Bell,
         tell_done: Callable[[Sequence[str]], None],
+        forgiven: Collection[str] = (),
     ) -> None:
         self._name = f"worker-{uuid4().hex[:12]}"
         self._base_model = settings.base_model
@@ -72,6 +76,7 @@ class Worker:
         self._by_owner: dict[str, float] = {}
         self._by_model: dict[str, float] = {}
         self._spent: dict[str, float] = {}
+        self._begun = set(forgiven)
         self._may_claim = True
         self._watchdog = Watchdog(settings.stall_seconds)
         engine.on_progress = self._watchdog.beat
@@ -93,21 +98,27 @@ class Worker:
                 if not self._may_claim:
                     give_back_memory()
         self._watchdog.rest()
-        self._store.jobs.release(self._base_model, self._name, begun=self._sampling)
+        self._store.jobs.release(self._base_model, self._name, begun=self._begun)
         self._trainer.live.put_away_all()
 
-    def abandon(self) -> None:
-        """Leaves the engine as if it had never worked for this one, whose successor will find its jobs in the store."""
+    def abandon(self) -> Collection[str]:
+        """Leaves the engine as if it had never worked for this one, whose successor will find its jobs in the store.
+
+        Gives back those whose last try does not count.
+        """
         self._watchdog.rest()
         for request_id in self._sampling:
             self._engine.generator.cancel(request_id)
+        return self._begun
 
     def _recover(self) -> None:
         """Done at the start alone: a worker that ends late would put back what its successor is working on."""
         status = self._last_status
-        self._tell_done(
-            self._store.jobs.requeue(self._base_model, max_attempts=max_attempts(status), error=epitaph(status))
+        over = self._store.jobs.requeue(
+            self._base_model, max_attempts=max_attempts(status), error=epitaph(status), forgiven=self._begun
         )
+        self._begun.clear()
+        self._tell_done(over)
 
     def _look(self) -> None:
         """Takes new jobs from the store, and drops what nobody wants any more."""
@@ -153,7 +164,7 @@ class Worker:
         jobs = [self._training.pop(job.request_id) for job in batch]
         note_served(self._by_owner, [(job.owner, job.size) for job in jobs])
         note_served(self._by_model, [(job.model_id or "", job.size) for job in jobs])
-        self._store.jobs.begin(self._name, [job.request_id for job in jobs])
+        self._begin(jobs)
         started = time.perf_counter()
         accepted = self._complete(self._trainer.run(jobs))
         self._trainer.live.finished(jobs, accepted, time.perf_counter() - started)
@@ -163,7 +174,7 @@ class Worker:
 
     def _admit(self) -> None:
         while admitted := together(self._to_sample.values(), self._sampling.values()):
-            self._store.jobs.begin(self._name, [job.request_id for job in admitted])
+            self._begin(admitted)
             for job in admitted:
                 self._begin_sample(self._to_sample.pop(job.request_id))
 
@@ -172,6 +183,8 @@ class Worker:
             work = self._work(job)
         except InvalidInputError as error:
             self._complete({job.request_id: Failed(error=error.message, category="user")})
+        except StoreUnavailableError:
+            raise
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
             self._complete({job.request_id: server_failure(job, error, self._engine)})
         else:
@@ -266,8 +279,14 @@ class Worker:
 
     # Both
 
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        request_ids = [job.request_id for job in jobs]
+        self._store.jobs.begin(self._name, request_ids)
+        self._begun.update(request_ids)
+
     def _complete(self, outcomes: dict[str, Outcome]) -> list[str]:
         accepted = self._store.jobs.complete(self._name, outcomes)
+        self._begun.difference_update(outcomes)
         self._tell_done(accepted)
         return accepted
 

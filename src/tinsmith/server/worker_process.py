@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,11 +21,12 @@ import msgspec
 from tinsmith.errors import ConfigError
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine, choose_threads
+from tinsmith.server.full_disk import DiskFullError
 from tinsmith.server.messages import Message, WorkerSettings
 from tinsmith.server.soundness import try_engine
 from tinsmith.server.state_locks import hold_as_worker
 from tinsmith.server.store import Store, StoreUnavailableError
-from tinsmith.server.suspects import DATABASE_LOST
+from tinsmith.server.suspects import HELD_UP
 from tinsmith.server.worker import LOOK_AGAIN_SECONDS, Worker
 
 log = logging.getLogger(__name__)
@@ -43,18 +44,23 @@ def main() -> None:
 
 
 def run(settings: WorkerSettings, store: Store) -> None:
-    """One worker after another, as often as the database is lost: the base model stays loaded meanwhile."""
+    """One worker after another, as often as database or disk hold one up: the base model stays loaded meanwhile."""
     engine, bell = _opened_engine(settings), Bell(_INPUT)
     _tell(Message(ready=True))
+    forgiven: Collection[str] = ()
     while not bell.is_closed:
-        worker = Worker(settings, store, engine, bell, _tell_done)
+        worker = Worker(settings, store, engine, bell, _tell_done, forgiven)
         try:
             worker.run()
         except StoreUnavailableError as error:
-            log.error("The database is out of reach: %s", error)
-            worker.abandon()
-            settings = msgspec.structs.replace(settings, last_status=DATABASE_LOST)
-            time.sleep(LOOK_AGAIN_SECONDS)
+            log.error("The database is out of reach or full, so work waits: %s", error)
+        except DiskFullError as error:
+            log.error("The disk of %s is full, so work waits until there is room: %s", settings.state, error)
+        else:
+            return
+        forgiven = worker.abandon()
+        settings = msgspec.structs.replace(settings, last_status=HELD_UP)
+        time.sleep(LOOK_AGAIN_SECONDS)
 
 
 def _tell_done(request_ids: Sequence[str]) -> None:

@@ -162,6 +162,24 @@ def test_an_export_is_downloaded_without_a_key_whole_or_in_part(server: RunningS
     assert download(url, Range=f"bytes={len(content)}-")[0] == 416
 
 
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ("lines=1", 400),
+        ("bytes=9-5", 400),
+        ("bytes=-", 400),
+        (f"bytes={10**30}-", 400),
+        ("bytes=99999999-", 416),
+    ],
+)
+def test_a_part_that_does_not_exist_is_refused_in_words(
+    server: RunningServer, run: str, asked: str, status: int
+) -> None:
+    given = server.get(f"training_runs/{run}/checkpoints/external_weights/out/external_weights_urls").json()
+    refused, body, _ = download(given["urls"]["adapter_model.safetensors"], Range=asked)
+    assert (refused, b'"detail":"The header Range is' in body) == (status, True)
+
+
 def test_a_changed_or_expired_url_is_refused(server: RunningServer, run: str, tmp_path: Path) -> None:
     given = server.get(f"training_runs/{run}/checkpoints/external_weights/out/external_weights_urls").json()
     url = given["urls"]["adapter_config.json"]

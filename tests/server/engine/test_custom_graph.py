@@ -144,6 +144,8 @@ def test_what_is_not_listed_is_refused_before_anything_runs(node: CustomLossNode
         [call("exp", 3, op="call_method")],
         [call("to", P, "no-such-device", op="call_method")],
         [call("to", P, "cuda:99", op="call_method")],
+        [call("torch.exp", P, name="e"), call("torch.nn.functional.relu", ref("e"), True)],
+        [call("torch.nn.functional.leaky_relu", P, 0.1, 1)],
     ],
 )
 def test_what_cannot_be_computed_is_an_input_error_that_names_the_step(nodes: list[CustomLossNode]) -> None:
@@ -158,6 +160,15 @@ def squares(count: int) -> list[CustomLossNode]:
     ]
 
 
+LARGE = [
+    call("detach", P, op="call_method", name="constant"),
+    call("sum", ref("constant"), op="call_method", name="total_1"),
+    call("long", ref("total_1"), op="call_method", name="whole"),
+    call("add", ref("whole"), 10**10, op="call_method", name="large"),
+]
+"""A tensor of one large number."""
+
+
 @pytest.mark.parametrize(
     "nodes",
     [
@@ -166,6 +177,12 @@ def squares(count: int) -> list[CustomLossNode]:
         [call("new_ones", P, [10**10], op="call_method")],
         [call("torch.arange", 10**12)],
         [call("torch.arange", 0, 1, 1e-12)],
+        [call("torch.arange", step=1e-12, start=0, end=1)],
+        [call("torch.arange", 10**400)],
+        [*LARGE, call("torch.arange", ref("large"))],
+        [*LARGE, call("torch.zeros", ref("large"))],
+        [*LARGE, call("torch.full", {"tuple": [ref("large")]}, 1.0)],
+        [*LARGE, call("new_full", P, {"tuple": [ref("large")]}, 1.0, op="call_method")],
         [call("unsqueeze", P, 1, op="call_method", name="column"), call("operator.add", ref("column"), P)],
         [call("expand", P, 10**6, -1, op="call_method", name="wide"), call("torch.exp", ref("wide"))],
         [call("torch.cat", [P] * 9000)],

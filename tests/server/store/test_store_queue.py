@@ -248,6 +248,16 @@ def test_a_job_that_was_begun_too_often_fails_and_the_others_wait_again(store: S
     assert claim(store) == [1, 2]
 
 
+def test_a_try_that_is_forgiven_does_not_count_however_often(store: Store) -> None:
+    for seq_id in range(2):
+        store.jobs.enqueue(training(seq_id))
+    for _ in range(5):
+        assert [job.attempts for job in store.jobs.claim("tiny", "w", train=10)] == [0, 0]
+        store.jobs.begin("w", [f"{MODEL}:0"])
+        both = [f"{MODEL}:0", f"{MODEL}:1"]  # of the second nobody knows whether it was begun
+        assert store.jobs.requeue("tiny", max_attempts=1, error="it killed its worker", forgiven=both) == []
+
+
 def test_tries_are_counted_for_the_worker_that_has_the_job_alone(store: Store) -> None:
     store.jobs.enqueue(sample(0))
     store.jobs.claim("tiny", "first", sample=1)
@@ -419,3 +429,23 @@ def _ready(arrived: dict[int, str], finished: list[int], running: list[int]) -> 
     """What may be claimed: the numbers before the first missing one that are neither passed, done nor claimed."""
     contiguous = itertools.takewhile(arrived.__contains__, itertools.count())
     return [n for n in contiguous if arrived[n] == "runs" and n not in finished and n not in running]
+
+
+def test_what_waits_and_runs_is_counted_by_owner(store: Store) -> None:
+    for seq_id in (0, 1, 3):
+        store.jobs.enqueue(training(seq_id))
+    store.jobs.enqueue(training(0, model_id="other:train:0", owner="ben"))
+    store.jobs.enqueue(training(4), outcome=Failed(error="bad", category="user"))
+    counted = {one.owner: (one.requests, one.size_bytes) for one in store.jobs.queued()}
+    assert counted == {training(0).owner: (3, 3 * len(b"train 0")), "ben": (1, len(b"train 0"))}
+    assert sorted(run(store)) == [0, 0, 1]
+    assert [(one.requests, one.size_bytes) for one in store.jobs.queued()] == [(1, len(b"train 3"))]
+
+
+def test_the_number_that_later_ones_wait_for_is_known(store: Store) -> None:
+    stream = training(0).stream
+    assert not store.jobs.is_awaited(stream, 0)
+    store.jobs.enqueue(training(0))
+    assert not store.jobs.is_awaited(stream, 1), "nothing came after it"
+    store.jobs.enqueue(training(3))
+    assert [store.jobs.is_awaited(stream, seq_id) for seq_id in range(5)] == [False, True, False, False, False]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.engine.graph_operations import DTYPES, FUNCTIONS, KEYWORDS, METHODS
+from tinsmith.server.engine.graph_operations import DTYPES, FUNCTIONS, KEYWORDS, METHODS, PLACE_OF_INPLACE
 from tinsmith.types import CustomLossGraph, CustomLossNode
 
 MAX_NODES = 1000
@@ -68,7 +68,10 @@ class CustomLoss:
             loss, metrics = _checked_output(self._result(leaf, inputs))
             if not loss.requires_grad:
                 raise _refused("does not depend on logprobs, so there is nothing to train; compute it from them", loss)
-            (gradient,) = torch.autograd.grad(loss, leaf)
+            try:
+                (gradient,) = torch.autograd.grad(loss, leaf)
+            except RuntimeError as error:
+                raise _refused(f"has no gradient with respect to logprobs: {error}", loss) from error
         return float(loss.detach()), metrics, gradient
 
     def _result(self, logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Any:
@@ -82,7 +85,7 @@ class CustomLoss:
             kwargs = {name: _decoded(argument, values) for name, argument in node.kwargs.items()}
             if node.op == "output":
                 return args[0] if args else None
-            room -= _size_before(node.target, [*args, *kwargs.values()])
+            room -= _size_before(node.target, args, kwargs)
             if room < 0:
                 raise _refused(f"computes more than {MAX_ELEMENTS} numbers for one datum, at {node.name}", node.target)
             values[node.name] = _called(node, args, kwargs)
@@ -117,6 +120,8 @@ def _called(node: CustomLossNode, args: list[Any], kwargs: dict[str, Any]) -> An
             raise ValueError("its first argument is not a tensor")
         if "operator." in node.target and not node.target.endswith("getitem"):
             _check_operands(args)
+        if len(args) > PLACE_OF_INPLACE.get(node.target, len(args)):
+            raise ValueError("it takes no argument that lets it write to its input")
         value = table[node.target](*args, **kwargs)
     except Exception as error:  # torch raises whatever it likes for arguments that make no sense
         raise _refused(f"failed in {node.name} = {node.target}: {error}", node.target) from error
@@ -132,35 +137,41 @@ def _check_operands(args: Sequence[Any]) -> None:
             raise ValueError(f"a {type(argument).__name__} is neither a tensor nor a number")
 
 
-def _size_before(target: str, arguments: list[Any]) -> int:
+def _size_before(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """At most how many elements an operation will read and compute."""
+    arguments = [*args, *kwargs.values()]
     tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
     sequences = [argument for argument in arguments if isinstance(argument, list | tuple)]
     listed = [item for sequence in sequences for item in sequence if isinstance(item, Tensor)]
     size: int = sum(tensor.numel() for tensor in (*tensors, *listed))
     if target in _CREATION:
         # The shape is a sequence, or all the numbers there are.
-        numbers = [item for sequence in sequences for item in sequence] or arguments
+        numbers = map(_number, [item for sequence in sequences for item in sequence] or arguments)
         return size + math.prod(abs(number) for number in numbers if isinstance(number, int))
     if target == "torch.arange":
-        return math.ceil(_length_of_range([number for number in arguments if isinstance(number, int | float)]))
+        return math.ceil(_length_of_range(args, kwargs))
     if target in _INDEXING:
         return size + _indexed_size(tensors, listed)
     return size + math.prod(_broadcast_shape(tensors))
 
 
-def _length_of_range(numbers: Sequence[float]) -> float:
-    match numbers:
-        case [end]:
-            start, step = 0.0, 1.0
-        case [start, end]:
-            step = 1.0
-        case [start, end, step] if step:
-            pass
-        case _:
-            return 0
-    length = abs((end - start) / step)
-    return length if math.isfinite(length) else MAX_ELEMENTS + 1
+def _number(argument: Any) -> Any:
+    """A tensor of one number is as good as the number, also for a shape."""
+    return argument.item() if isinstance(argument, Tensor) and argument.numel() == 1 else argument
+
+
+def _length_of_range(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """What torch would refuse has no length."""
+    names = ("end",) if len(args) == 1 else ("start", "end", "step")
+    given = {"start": 0, "step": 1, **dict(zip(names, args, strict=False)), **kwargs}
+    numbers = [_number(given.get(name)) for name in ("start", "end", "step")]
+    if not all(isinstance(number, int | float) for number in numbers) or not numbers[2]:
+        return 0
+    try:
+        length = abs((numbers[1] - numbers[0]) / numbers[2])
+    except OverflowError:
+        length = math.inf
+    return min(length, MAX_ELEMENTS + 1) if not math.isnan(length) else MAX_ELEMENTS + 1
 
 
 def _broadcast_shape(tensors: Sequence[Tensor]) -> tuple[int, ...]:

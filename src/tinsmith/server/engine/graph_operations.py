@@ -6,6 +6,8 @@ reaches beyond them, or makes more of them than their shapes tell.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -107,6 +109,17 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = MappingProxyType(dict(_functions()
 METHODS: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {name: getattr(torch.Tensor, name) for name in (*_SHARED, *_METHODS_ONLY) if hasattr(torch.Tensor, name)}
 )
+
+
+def _places_of_inplace() -> Iterator[tuple[str, int]]:
+    for name, function in FUNCTIONS.items():
+        with contextlib.suppress(ValueError, TypeError):  # those from C have no signature, and no such parameter
+            yield name, list(inspect.signature(function).parameters).index("inplace")
+
+
+PLACE_OF_INPLACE: Mapping[str, int] = MappingProxyType(dict(_places_of_inplace()))
+"""Where the argument stands that would let a function write to its input."""
+
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64", "int32", "int64", "bool")}
     | {"float": torch.float32, "double": torch.float64, "long": torch.int64, "int": torch.int32}

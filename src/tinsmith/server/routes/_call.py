@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +16,7 @@ from tinsmith.server.auth import Authority, Caller
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.quotas import Backlog, Incoming, OpenRequests
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
@@ -39,6 +40,9 @@ _WORTH_A_THREAD = 64 * 1024
 _SILENCE_SECONDS = 60.0
 """How long a body may pause on its way: a client that is gone without a word must not be waited for."""
 
+_LEAST_BYTES_PER_SECOND = 16 * 1024
+"""How quickly a body must come, after a pause that it may make once: a trickle would hold its connection for days."""
+
 _WINDOW_BYTES = 8 * 2**20
 """What a zstd decoder should support, by RFC 8878; a frame that wants more memory than this is refused."""
 
@@ -46,9 +50,18 @@ _PIECE_BYTES = 1024
 """Inflated at a time: even if every block in it were as small and its content as large as can be, that is 32 MiB."""
 
 
+_LONGEST_DETAIL = 1000
+
+
 def status_error(status: int, detail: str) -> APIStatusError:
     """The error that becomes an answer with this status."""
     return status_error_class(status)(detail, ResponseSummary(status, {}))
+
+
+def shortened(detail: str) -> str:
+    """The beginning and the end, which has the remedy: a value of megabytes is not sent back, nor kept."""
+    half = _LONGEST_DETAIL // 2
+    return detail if len(detail) <= _LONGEST_DETAIL else f"{detail[:half]} ... {detail[-half:]}"
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,9 @@ class Services:
     waiting: Waiting
     folders: CheckpointFolders
     intake: Intake
+    open_requests: OpenRequests
+    incoming: Incoming
+    backlog: Backlog
     storing: Executor
     decoding: Executor
     models_in_use: Recent[tuple[str, str], TrainedModel]
@@ -70,11 +86,31 @@ class Services:
     samplers_in_use: Recent[tuple[str, str], Sampler]
 
 
+class HeldMemory:
+    """What the body of one request takes up, of what its owner may; given back when the request is answered."""
+
+    def __init__(self, incoming: Incoming, owner: str) -> None:
+        self._incoming = incoming
+        self._owner = owner
+        self._size = 0
+
+    def grow(self, size: int) -> None:
+        self._incoming.hold(self._owner, size)
+        self._size += size
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._incoming.let_go(self._owner, self._size)
+
+
 @dataclass(frozen=True)
 class Call:
     request: Request
     caller: Caller
     services: Services
+    memory: HeldMemory
 
     @property
     def owner(self) -> str:
@@ -119,13 +155,13 @@ class Call:
         return sent
 
     async def body(self, limit: int, inflated_limit: int) -> bytes:
-        raw = await _read(self.request, limit)
+        raw = await _read(self.request, limit, self.memory)
         encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
             return raw
         if encoding != "zstd":
             raise status_error(415, f"The content encoding {encoding!r} is not understood; send zstd or none.")
-        return await self.decoded(lambda data: _inflated(data, inflated_limit), raw)
+        return await self.decoded(lambda data: _inflated(data, inflated_limit, self.memory), raw)
 
 
 class Endpoint(NamedTuple):
@@ -161,23 +197,30 @@ def nothing() -> Response:
     return Response(status_code=204)
 
 
-async def _read(request: Request, limit: int) -> bytes:
+async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
     """The body, as far as the limit allows: what is larger is refused before it takes memory."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(int(declared), limit)
+    expected = int(declared) if declared.isdecimal() else 0
+    if expected > limit:
+        raise _too_large(expected, limit)
+    memory.grow(expected)  # at once: bodies that were half received when the room ended would all be in vain
     body = bytearray()
     stream: AsyncIterator[bytes] = request.stream()
     clock = asyncio.get_running_loop()
+    started = clock.time()
     try:
         async with asyncio.timeout(_SILENCE_SECONDS) as patience:
             async for piece in stream:
-                patience.reschedule(clock.time() + _SILENCE_SECONDS)
                 if len(body) + len(piece) > limit:
                     raise _too_large(len(body) + len(piece), limit)
+                memory.grow(0 if expected else len(piece))
                 body += piece
+                earned = len(body) / _LEAST_BYTES_PER_SECOND
+                patience.reschedule(min(clock.time(), started + earned) + _SILENCE_SECONDS)
     except TimeoutError:
-        raise status_error(408, f"The body stopped after {len(body):,} bytes. Send the request again.") from None
+        raise status_error(
+            408, f"The body stopped, or came too slowly, after {len(body):,} bytes. Send the request again."
+        ) from None
     return bytes(body)
 
 
@@ -185,7 +228,7 @@ def _too_large(size: int, limit: int) -> APIStatusError:
     return status_error(413, f"The body has {size:,} bytes or more; at most {limit:,} are accepted. Send it in parts.")
 
 
-def _inflated(body: bytes, limit: int) -> bytes:
+def _inflated(body: bytes, limit: int, memory: HeldMemory) -> bytes:
     """The content of one whole zstd frame. Whatever it claims or holds, little more than `limit` bytes come of it."""
     import zstandard
 
@@ -193,10 +236,12 @@ def _inflated(body: bytes, limit: int) -> bytes:
     frame = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj()
     try:
         while position < len(body) and not frame.eof:
-            content += frame.decompress(body[position : position + _PIECE_BYTES])
+            piece = frame.decompress(body[position : position + _PIECE_BYTES])
             position += _PIECE_BYTES
-            if len(content) > limit:
+            if len(content) + len(piece) > limit:
                 raise status_error(413, f"The body inflates to more than {limit:,} bytes. Send it in parts.")
+            memory.grow(len(piece))
+            content += piece
     except zstandard.ZstdError as error:
         raise status_error(400, f"The body is not a zstd frame: {error}") from None
     if not frame.eof or frame.unused_data or position < len(body):

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checks import check_base_model, refuse
 from tinsmith.server.models import ModelFacts
-from tinsmith.server.routes._call import Call, parse_json, reply, status_error
+from tinsmith.server.routes._call import Call, parse_json, reply, shortened, status_error
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model, NewJob, NewModel, Submission
@@ -27,7 +27,8 @@ async def accept(
 ) -> Enqueued:
     """Queue the job, or record why it was refused."""
     if refusal is not None:
-        return await settle(call, job, Failed(error=refusal.message, category="user"))
+        return await settle(call, job, Failed(error=shortened(refusal.message), category="user"))
+    await call.services.backlog.admit(job)
     enqueued = await _enqueue(call, Submission(job=job, model=model))
     if job.base_model is not None:
         call.services.workers.wake(job.base_model)

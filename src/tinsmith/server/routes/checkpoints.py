@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterator
 from typing import IO
@@ -22,6 +23,8 @@ from tinsmith.types import CheckpointsListResponse, ExternalWeightsUrlsResponse,
 
 _ARCHIVE = "archive.tar"
 _PIECE_BYTES = 2**20
+_PLACES = r"(\d{1,18})-(\d{0,18})|-[1-9]\d{0,17}"
+_RANGE = re.compile(rf"bytes=(?:{_PLACES})(?:, *(?:{_PLACES}))*")
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -110,7 +113,19 @@ async def _file(call: Call, key: CheckpointKey, name: str) -> Response:
     files = await call.stored(call.services.folders.files, key.tinker_path)
     if name not in files:
         raise _missing(key)
+    if (asked := call.request.headers.get("range")) is not None:
+        _check_range(asked, files[name].stat().st_size)
     return FileResponse(files[name], media_type="application/octet-stream")
+
+
+def _check_range(asked: str, size: int) -> None:
+    if not _RANGE.fullmatch(asked):
+        raise status_error(400, f"The header Range is {asked!r}; it must be such as bytes=0-1023.")
+    for first, last in re.findall(_PLACES, asked):
+        if first and int(first) >= size:
+            raise status_error(416, f"The header Range is {asked!r}, but the file ends at {size}.")
+        if first and last and int(last) < int(first):
+            raise status_error(400, f"The header Range is {asked!r}, which ends before it begins.")
 
 
 async def _archive(call: Call, key: CheckpointKey) -> Response:

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checks import check_base_model, check_lora, check_optimizer, text_metadata
+from tinsmith.server.checks import check_base_model, check_lora, check_optimizer, refuse, text_metadata
 from tinsmith.server.routes._call import Call, Endpoint, reply
 from tinsmith.server.routes._found import model_named, open_session
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, numbered_body, text_field
@@ -44,11 +44,25 @@ async def create_model(call: Call) -> Response:
         request = _complete(CreateModelRequest.from_builtins(fields))
         check_base_model(request.base_model, call.services.models)
         check_optimizer(request.optimizer_config)
+        await check_room(call, model_id)
         model = _new_model(call, model_id, request)
     except InvalidInputError as refusal:
         return acknowledged(await accept(call, job, refusal))
     job = msgspec.structs.replace(job, base_model=request.base_model, payload=json.encode(request))
     return acknowledged(await accept(call, job, model=model))
+
+
+async def check_room(call: Call, model_id: str) -> None:
+    """Not an answer to come again: an owner's models become fewer in days, and no client waits for that."""
+    most = call.services.config.max_models
+    if await call.stored(call.store.models.count, call.owner) < most:
+        return
+    if await call.stored(call.store.models.get, model_id, call.owner) is None:  # the request may be a repeated one
+        raise refuse(
+            "base_model",
+            f"cannot be trained once more: this key has {most:,} models already. Those of sessions that have ended go "
+            "when they were not used for long; the owner of the server can allow more with --max-models",
+        )
 
 
 def _complete(request: CreateModelRequest) -> CreateModelRequest:

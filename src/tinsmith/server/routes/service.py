@@ -80,8 +80,6 @@ async def capabilities(call: Call) -> Response:
 
 async def telemetry(call: Call) -> Response:
     """Reports of clients about themselves. They may hold credentials and prompts, so nothing of them is kept."""
-    async for _ in call.request.stream():
-        pass
     return reply(TelemetryResponse(status="accepted"))
 
 

@@ -24,6 +24,7 @@ from tinsmith.server.routes._submit import (
     operation,
     text_field,
 )
+from tinsmith.server.routes.models import check_room
 from tinsmith.server.routes.sessions import DEFAULT_PROJECT
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Checkpoint, CheckpointKey, Model, NewCheckpoint, NewJob, NewModel
@@ -57,6 +58,7 @@ async def _check_save(call: Call, request: SaveWeightsRequest, model: Model) -> 
     check_name(request.path)
     check_ttl(request.ttl_seconds)
     text_metadata(request.user_metadata)
+    await _check_disk(call)
     return request
 
 
@@ -72,6 +74,7 @@ async def _check_sampler_save(
     number = request.sampling_session_seq_id
     if request.path is not None:
         check_name(request.path)
+        await _check_disk(call)
     elif number is None or number < 0:
         raise refuse("path", "is missing: give a name, or a sampling_session_seq_id from 0 on")
     check_ttl(request.ttl_seconds)
@@ -90,7 +93,22 @@ async def _check_export(call: Call, request: SaveWeightsExternalRequest, model: 
     check_ttl(request.ttl_seconds)
     if request.age_encryption_recipients:
         check_recipients(request.age_encryption_recipients)
+    await _check_disk(call)
     return request
+
+
+async def _check_disk(call: Call) -> None:
+    """Not an answer to come again: what a key keeps becomes less when its owner deletes something."""
+    most = call.services.config.max_checkpoint_bytes
+    if most is None:
+        return
+    used = sum(one.size_bytes for one in await call.stored(call.store.checkpoints.storage, call.owner))
+    if used >= most:
+        raise refuse(
+            "path",
+            f"cannot be saved: the checkpoints of this key take up {used:,} bytes, and {most:,} at most may. Delete "
+            "some, for example with `tinsmith checkpoint delete`, or save them with ttl_seconds",
+        )
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -133,6 +151,7 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
         if base_model != checkpoint.base_model:
             raise refuse("base_model", f"is {base_model!r}, but those weights belong to {checkpoint.base_model!r}")
         metadata = text_metadata(request.user_metadata)
+        await check_room(call, model_id)
     except InvalidInputError as refusal:
         return acknowledged(await accept(call, job, refusal))
     model = NewModel(
@@ -192,6 +211,7 @@ async def copy_weights(call: Call) -> Response:
     run = await _copy_run(call, request, source)
     key = CheckpointKey(run_id=run.model_id, kind=source.key.kind, name=source.key.name)
     if await find_checkpoint(call, key) is None:
+        await _check_disk(call)
         await call.stored(call.services.folders.copy, source.key.tinker_path, key.tinker_path)
         await call.stored(_record_copy, call, source, run, key, ttl_seconds)
     return reply(CopyWeightsResponse(tinker_path=key.tinker_path))

@@ -26,6 +26,7 @@ from tinsmith.server.store.records import (
     NewJob,
     NewModel,
     Outcome,
+    Queued,
     QueueDepth,
     Submission,
 )
@@ -91,6 +92,12 @@ _BEGIN = (
     sa.update(jobs)
     .where(jobs.c.request_id.in_(sa.bindparam("begun", expanding=True)), _RUNNING, jobs.c.worker == sa.bindparam("by"))
     .values(attempts=jobs.c.attempts + sa.bindparam("more"))
+)
+
+_FORGIVE = (
+    sa.update(jobs)
+    .where(jobs.c.request_id.in_(sa.bindparam("begun", expanding=True)), _RUNNING, jobs.c.attempts > 0)
+    .values(attempts=jobs.c.attempts - 1)
 )
 
 _RESERVE_SERIALS = (
@@ -250,8 +257,8 @@ class Jobs:
 
         self._database.write(write)
 
-    def requeue(self, base_model: str, *, max_attempts: int, error: str) -> list[str]:
-        """Put back whatever a dead worker had claimed, in its old place.
+    def requeue(self, base_model: str, *, max_attempts: int, error: str, forgiven: Collection[str] = ()) -> list[str]:
+        """Put back whatever a dead worker had claimed, in its old place; the last try of the forgiven does not count.
 
         Gives back the jobs that are over instead: those nobody wants any more, and those that were begun as often as
         `max_attempts`, which fail with `error`.
@@ -261,6 +268,7 @@ class Jobs:
         failed = Failed(error=error, category="server")
 
         def write(connection: sa.Connection) -> list[str]:
+            connection.execute(_FORGIVE, {"begun": list(forgiven)})
             given_up = dict.fromkeys(connection.scalars(hopeless), failed)
             return self._settle(connection, given_up, _RUNNING_ANYWHERE) + self._put_back(connection, lost)
 
@@ -398,6 +406,24 @@ class Jobs:
         self._database.write(lambda connection: connection.execute(delete), durable=False)
 
     # Watching
+
+    def queued(self) -> list[Queued]:
+        """What waits and what runs, by owner."""
+        size = sa.func.coalesce(sa.func.sum(sa.func.length(payloads.c.data)), 0)
+        query = (
+            sa.select(jobs.c.owner, sa.func.count().label("requests"), size.label("size_bytes"))
+            .select_from(jobs.outerjoin(payloads))
+            .where(jobs.c.finished.is_(None))
+            .group_by(jobs.c.owner)
+        )
+        return self._database.all(query, lambda row: Queued(**row._mapping))
+
+    def is_awaited(self, stream: str, seq_id: int) -> bool:
+        """Whether this is the number that later ones of its stream, which have arrived, wait for."""
+        query = sa.select(sa.literal(True)).where(
+            streams.c.stream == stream, streams.c.frontier == seq_id, streams.c.highest > seq_id
+        )
+        return self._database.read(lambda connection: bool(connection.scalar(query)))
 
     def depths(self) -> list[QueueDepth]:
         """What waits and what runs, by base model and kind."""

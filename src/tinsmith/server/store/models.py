@@ -50,6 +50,12 @@ class Models:
         query = _MODELS.where(models.c.model_id == model_id, visible(owner, scope, self._database.now()))
         return self._database.first(query, _model)
 
+    def count(self, owner: str) -> int:
+        """How many models of an owner can be worked on."""
+        mine = sa.and_(models.c.owner == owner, models.c.trainable, models.c.removed.is_(None))
+        query = sa.select(sa.func.count()).select_from(models).where(mine)
+        return self._database.read(lambda connection: connection.scalar(query) or 0)
+
     def page(
         self, owner: str, *, limit: int, offset: int = 0, scope: AccessScope = "owned", project_id: str | None = None
     ) -> Page[Model]:

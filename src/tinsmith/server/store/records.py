@@ -186,6 +186,14 @@ class Abandoned(Record):
     """The base models whose workers have to stop some that run."""
 
 
+class Queued(Record):
+    """What of an owner waits or runs."""
+
+    owner: str
+    requests: int
+    size_bytes: int
+
+
 class QueueDepth(Record):
     """The jobs of one kind that wait or run for one base model."""
 

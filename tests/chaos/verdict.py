@@ -1,0 +1,126 @@
+"""What the faults have done: the ledgers against an undisturbed run, against the store, and what is left lying about.
+
+Every function gives back complaints; none means that all is well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+from safetensors.numpy import load_file
+
+from tests.chaos.ledger import Round, program_of
+from tests.chaos.victim import Victim
+from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.snapshots import snapshot_path
+from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.schema import jobs, models
+
+TOLERANCE = 1e-5
+
+
+class Expected:
+    """What an undisturbed run of each program gave, and the files it saved."""
+
+    def __init__(self, rounds: Sequence[Round], state: Path) -> None:
+        self._rounds = {program_of(each.name): each for each in rounds}
+        self._state = state
+
+    def differences(self, found: Round, state: Path, *, exactly: bool) -> Iterator[str]:
+        expected = self._rounds[program_of(found.name)]
+        if len(found.results) != len(expected.results):
+            yield f"{len(found.results)} results instead of {len(expected.results)}"
+        for number, (mine, theirs) in enumerate(zip(found.results, expected.results, strict=False)):
+            if mine[0] == theirs[0] == "save_weights":
+                for complaint in _unlike(_tensors(state, mine[1]), _tensors(self._state, theirs[1]), exactly):
+                    yield f"result {number}, {mine[1]}: {complaint}"
+            elif not _alike(mine, theirs, exactly):
+                yield f"result {number} is {mine} instead of {theirs}"
+
+
+def check_rounds(rounds: Sequence[Round], expected: Expected, state: Path, *, exactly: bool) -> list[str]:
+    """Every round came to its end with the results of the undisturbed one."""
+    complaints = []
+    for each in rounds:
+        if each.error is not None:
+            complaints.append(f"{each.name} failed: {each.error}")
+        elif not each.is_over:
+            complaints.append(f"{each.name} did not end")
+        else:
+            found = expected.differences(each, state, exactly=exactly)
+            complaints += [f"{each.name}: {difference}" for difference in found]
+    return complaints
+
+
+def _alike(mine: tuple[str, Any], theirs: tuple[str, Any], exactly: bool) -> bool:
+    if mine[0] == theirs[0] and isinstance(mine[1], float) and isinstance(theirs[1], float) and not exactly:
+        return abs(mine[1] - theirs[1]) <= TOLERANCE * max(1.0, abs(theirs[1]))
+    return mine == theirs
+
+
+def _tensors(state: Path, path: str) -> Mapping[str, Any]:
+    """Weights and optimizer of a checkpoint."""
+    folder = CheckpointFolders(state / "checkpoints").folder(path)
+    files = sorted(folder.glob("*.safetensors"))
+    return {f"{file.stem}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _unlike(mine: Mapping[str, Any], theirs: Mapping[str, Any], exactly: bool) -> Iterator[str]:
+    if not mine or mine.keys() != theirs.keys():
+        yield f"it holds {sorted(mine)} instead of {sorted(theirs)}"
+    for name in mine.keys() & theirs.keys():
+        if exactly and mine[name].tobytes() != theirs[name].tobytes():
+            yield f"{name} is not the same to the last bit"
+        elif not np.allclose(mine[name], theirs[name], rtol=TOLERANCE, atol=TOLERANCE):
+            yield f"{name} differs by {np.abs(mine[name] - theirs[name]).max():.2g}"
+
+
+def check_store(rounds: Sequence[Round], database: str) -> list[str]:
+    """Whatever was called or acknowledged is there once and done, in the order of the calls, and nothing waits."""
+    columns = (jobs.c.request_id, jobs.c.stream, jobs.c.kind, jobs.c.state)
+    rows = _rows(database, sa.select(*columns).order_by(jobs.c.stream, jobs.c.seq_id))
+    states = {row.request_id: row.state for row in rows}
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        kinds.setdefault(row.stream, []).append(row.kind)
+    complaints = [f"{request_id} is {state}" for request_id, state in states.items() if state != "done"]
+    for each in rounds:
+        lost = [request_id for request_id in each.acknowledged if request_id not in states]
+        complaints += [f"{each.name}: {request_id} was acknowledged and is lost" for request_id in lost]
+        for model, called in each.models.items():
+            if kinds.get(model) != called:
+                complaints.append(f"{each.name}: {model} was to do {called}; the store has {kinds.get(model)}")
+    return complaints
+
+
+def check_leftovers(victim: Victim) -> list[str]:
+    """No process, no half-written file, no snapshot that nobody knows."""
+    complaints = [f"process {pid} is still there" for pid in victim.left_over()]
+    strange = [path for path in victim.state.rglob("*") if path.name.startswith((".unfinished", ".replaced", ".tmp"))]
+    strange += [path for path in victim.state.iterdir() if path.name.endswith(("-wal", "-shm"))]
+    strange += sorted(_snapshots(victim.state) - _known_snapshots(victim.state, victim.database))
+    return complaints + [f"{path} is still there" for path in strange]
+
+
+def _snapshots(state: Path) -> set[Path]:
+    return set((state / "snapshots").glob("*/*/*"))
+
+
+def _known_snapshots(state: Path, database: str) -> set[Path]:
+    rows = _rows(database, sa.select(models.c.model_id, models.c.snapshot_seq))
+    folders = CheckpointFolders(state / "snapshots")
+    return {
+        folders.folder(snapshot_path(row.model_id, row.snapshot_seq)) for row in rows if row.snapshot_seq is not None
+    }
+
+
+def _rows(database: str, query: sa.Select[Any]) -> list[Row]:
+    opened = Database(database)
+    try:
+        return opened.all(query, lambda row: row)
+    finally:
+        opened.close()

@@ -1,0 +1,1 @@
+"""A fuzzer of the API: valid requests of every endpoint, bent in every way. `python -m tests.fuzz --help`."""

@@ -1,0 +1,149 @@
+"""Connections that bring nothing, or hardly anything, are not kept; an answer reaches whoever is still sending."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.server.api.running import KEY, RunningServer
+from tinsmith.server import serve
+from tinsmith.server.routes import _call
+
+HEAD = b"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+PATIENCE = 0.3
+WAIT_SECONDS = 20.0
+
+
+@pytest.fixture
+def hasty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningServer:
+    monkeypatch.setattr(serve, "_HEAD_SECONDS", PATIENCE)
+    return RunningServer(tmp_path)
+
+
+def connected(server: RunningServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_SECONDS)
+
+
+def is_broken(connection: socket.socket) -> bool:
+    try:
+        connection.sendall(b"\r\n")
+    except ConnectionError:
+        return True
+    return False
+
+
+def is_closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_connection_that_sends_nothing_is_closed(hasty: RunningServer) -> None:
+    with hasty as server, connected(server) as connection:
+        assert is_closed(connection)
+
+
+def test_a_head_that_comes_byte_by_byte_is_not_waited_for(hasty: RunningServer) -> None:
+    with hasty as server, connected(server) as connection:
+        end = time.monotonic() + WAIT_SECONDS
+        for byte in HEAD * 1000:
+            try:
+                connection.send(bytes([byte]))
+            except OSError:
+                break
+            time.sleep(PATIENCE / 10)
+            assert time.monotonic() < end
+        else:
+            raise AssertionError("every byte was taken")
+
+
+def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_UNREAD_SECONDS", 1)
+    with RunningServer(tmp_path) as server, connected(server) as connection:
+        asked, end = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n", time.monotonic() + WAIT_SECONDS
+        connection.sendall(asked * 200)  # far more than the buffers between us hold
+        while not is_broken(connection):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_head_in_two_pieces_and_a_second_request_are_served(hasty: RunningServer) -> None:
+    with hasty as server, connected(server) as connection:
+        for _ in range(2):
+            connection.sendall(HEAD[:20])
+            connection.sendall(HEAD[20:])
+            answer = http.client.HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, json.loads(answer.read())) == (200, {"status": "ok"})
+
+
+def test_a_body_that_trickles_is_not_waited_for(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_call, "_SILENCE_SECONDS", PATIENCE)
+    with connected(server) as connection:
+        connection.sendall(
+            b"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: tml-x\r\ncontent-length: 5000\r\n\r\n"
+        )
+        connection.setblocking(False)
+        received, end = b"", time.monotonic() + WAIT_SECONDS
+        while b"\r\n\r\n" not in received:
+            assert time.monotonic() < end
+            try:
+                connection.send(b" ")
+                received += connection.recv(4096)
+            except BlockingIOError:
+                pass
+            time.sleep(PATIENCE / 10)
+    assert received.startswith(b"HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/api/v1/forward_backward", None, 401),
+        ("/api/v1/client/config", KEY, 200),
+        ("/api/v1/create_session", KEY, 413),
+        ("/no/such/path", KEY, 404),
+    ],
+)
+def test_who_is_answered_in_the_middle_of_sending_gets_the_answer(
+    server: RunningServer, path: str, key: str | None, status: int
+) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=WAIT_SECONDS)
+    size = 900_000 if status == 404 else 8_000_000
+    connection.request("POST", path, b"x" * size, {"x-api-key": key or "", "content-type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.status == status
+    assert json.loads(answer.read())
+    connection.close()
+
+
+def test_what_is_not_http_in_the_middle_of_a_body_leaves_no_trace_of_a_fault(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with connected(server) as connection:
+        connection.sendall(
+            b"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\nx-api-key: tml-x\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"5\r\nabcdeNOT A CHUNK\r\n"
+        )
+        assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
+        assert connection.recv(1000) != b""
+    assert server.get("healthz").status == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_a_server_may_have_as_many_connections_as_the_system_allows() -> None:
+    script = (
+        "import resource; from tinsmith.server.serve import allow_many_connections;"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE);"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); allow_many_connections();"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] in (hard, 65536))"
+    )
+    assert subprocess.check_output([sys.executable, "-c", script], text=True, timeout=WAIT_SECONDS).strip() == "True"

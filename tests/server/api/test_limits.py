@@ -1,0 +1,172 @@
+"""One key can take up so much of the server and no more; what is over is refused with 429, and told when to come."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from tests.server.api.running import MODELS, Answer, RunningServer
+from tinsmith.server import quotas
+from tinsmith.types import Datum, ModelInput
+from tinsmith.wire import proto
+
+KEYS = tuple(f"tml-{number}" for number in range(6))
+PROTOBUF = {"content-type": "application/x-protobuf"}
+WAIT_SECONDS = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _count_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quotas, "_COUNT_AGAIN_SECONDS", 0.0)
+
+
+@contextmanager
+def limited(state: Path, **limits: Any) -> Iterator[RunningServer]:
+    with RunningServer(state, api_keys=KEYS, **limits) as running:
+        yield running
+
+
+def sample(server: RunningServer, sampler_id: str, number: int, *, tokens: int = 1, key: str = KEYS[0]) -> Answer:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1] * tokens}]}
+    body = {"sampling_session_id": sampler_id, "seq_id": number, "prompt": prompt, "sampling_params": {"max_tokens": 1}}
+    return server.post("asample", body, key=key)
+
+
+def data(server: RunningServer, model_id: str, number: int) -> Answer:
+    inputs: dict[str, Any] = {"target_tokens": [1], "weights": [1.0]}
+    prepared = proto.prepare_forward_backward([Datum(ModelInput.from_ints([1]), inputs)], "cross_entropy")
+    return server.post("forward_backward", prepared.finish(model_id, number), headers=PROTOBUF, key=KEYS[0])
+
+
+def assert_too_much(answer: Answer, reason: str) -> None:
+    assert answer.status == 429, answer
+    assert 1 <= int(answer.headers["retry-after"]) <= 60
+    assert reason in answer.json()["detail"]
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_SECONDS
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_full_queue_takes_no_more_until_work_is_done(tmp_path: Path) -> None:
+    with limited(tmp_path, max_queued_requests=3) as server:
+        server.workers.hold("sample")
+        sampler_id = server.sampler(key=KEYS[0])
+        assert [sample(server, sampler_id, number).status for number in range(3)] == [200] * 3
+        assert_too_much(sample(server, sampler_id, 3), "3 requests of this key wait")
+        server.workers.release()
+        until(lambda: sample(server, sampler_id, 3).status == 200)
+
+
+def test_a_queue_is_full_of_bytes_as_well(tmp_path: Path) -> None:
+    with limited(tmp_path, max_queued_bytes=2000) as server:
+        server.workers.hold("sample")
+        sampler_id = server.sampler(key=KEYS[0])
+        assert sample(server, sampler_id, 0, tokens=400).status == 200
+        assert_too_much(sample(server, sampler_id, 1, tokens=400 + 1), "with 0.0 MiB of a key may")
+        assert sample(server, sampler_id, 2).status == 200
+
+
+def test_the_backlog_of_one_key_is_none_of_anothers(tmp_path: Path) -> None:
+    with limited(tmp_path, max_queued_requests=1) as server:
+        server.workers.hold("sample")
+        samplers = [server.sampler(key=key) for key in KEYS]
+        answers = [sample(server, samplers[number], 0, key=key) for number, key in enumerate(KEYS)]
+        assert [answer.status for answer in answers[: quotas.ALL_KEYS]] == [200] * quotas.ALL_KEYS
+        assert_too_much(answers[-1], "times as many in all")
+
+
+def test_the_number_that_others_wait_for_is_let_into_a_full_queue(tmp_path: Path) -> None:
+    """Otherwise those would fill the queue for ever."""
+    with limited(tmp_path, max_queued_requests=2) as server:
+        server.workers.hold("forward_backward")
+        model_id = server.model(key=KEYS[0])
+        assert [data(server, model_id, number).status for number in (2, 3)] == [200, 200]
+        assert_too_much(data(server, model_id, 4), "Wait for results first")
+        first = data(server, model_id, 1)
+        server.workers.release()
+        assert "metrics" in server.result(first, key=KEYS[0])
+
+
+def test_a_restarted_server_knows_its_backlog(tmp_path: Path) -> None:
+    with limited(tmp_path) as server:
+        server.workers.hold("sample")
+        sampler_id = server.sampler(key=KEYS[0])
+        assert sample(server, sampler_id, 0).status == 200
+    with limited(tmp_path, max_queued_requests=1) as server:
+        server.workers.hold("sample")
+        assert_too_much(sample(server, sampler_id, 1), "1 requests of this key wait")
+
+
+def test_a_key_has_so_many_models_and_no_more(tmp_path: Path) -> None:
+    with limited(tmp_path, max_models=2) as server:
+        session_id = server.session(key=KEYS[0])
+        made = [server.model(session_id, number, key=KEYS[0]) for number in range(2)]
+        body = {"session_id": session_id, "model_seq_id": 2, "base_model": MODELS[0]}
+        refused = server.result(server.post("create_model", body, key=KEYS[0]), key=KEYS[0])
+        assert "this key has 2 models already" in refused["error"]
+        assert server.model(session_id, 1, key=KEYS[0]) == made[1], "the same request again is no new model"
+        assert server.model(key=KEYS[1])
+
+
+def test_a_key_keeps_so_much_and_no_more(tmp_path: Path) -> None:
+    with limited(tmp_path, max_checkpoint_bytes=1000) as server:
+        model_id = server.model(key=KEYS[0])
+
+        def save(endpoint: str, number: int, **fields: Any) -> Any:
+            body = {"model_id": model_id, "seq_id": number, **fields}
+            return server.result(server.post(endpoint, body, key=KEYS[0]), key=KEYS[0])
+
+        path = save("save_weights", 1, path="first")["path"]
+        for number, endpoint in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), 2):
+            assert "Delete some" in save(endpoint, number, path="more")["error"]
+        assert server.post("copy_weights", {"source_path": path}, key=KEYS[0]).status == 422
+        assert "sampling_session_id" in save("save_weights_for_sampler", 5, sampling_session_seq_id=0)
+        run = f"/api/v1/training_runs/{model_id}/checkpoints"
+        assert server.call("DELETE", f"{run}/weights/first", key=KEYS[0]).status == 204
+        assert save("save_weights", 6, path="second")["path"]
+
+
+def test_so_many_requests_are_open_at_once_and_no_more(tmp_path: Path) -> None:
+    with limited(tmp_path, max_open_requests=2) as server:
+        server.workers.hold("sample")
+        sampler_id = server.sampler(key=KEYS[0])
+        pending = sample(server, sampler_id, 0)
+        polls = [threading.Thread(target=server.result, args=(pending,), kwargs={"key": KEYS[0]}) for _ in range(2)]
+        for poll in polls:
+            poll.start()
+        until(lambda: len(server.app.state.services.waiting) == 2)
+        assert_too_much(server.get("sessions", key=KEYS[0]), "2 requests of this key are open")
+        assert server.get("sessions", key=KEYS[1]).status == 200
+        server.workers.release()
+        for poll in polls:
+            poll.join(WAIT_SECONDS)
+        assert server.get("sessions", key=KEYS[0]).status == 200
+
+
+def test_bodies_on_their_way_are_bounded_together(tmp_path: Path) -> None:
+    with limited(tmp_path, max_incoming_bytes=20_000) as server:
+        for _ in range(3):  # what was held is given back, whatever became of the request
+            assert_too_much(server.post("asample", {"prompt": [1] * 9000}, key=KEYS[0]), "MiB of a key are taken")
+            bomb = zstandard.compress(bytes(30_000))
+            headers = {**PROTOBUF, "content-encoding": "zstd"}
+            assert_too_much(server.post("forward_backward", bomb, headers=headers, key=KEYS[0]), "Send fewer requests")
+            assert server.post("asample", {"prompt": [1] * 3000}, key=KEYS[0]).status == 422
+
+
+def test_a_value_of_any_length_is_not_sent_back(server: RunningServer) -> None:
+    refused = server.post("get_info", {"model_id": "x" * 1_000_000})
+    assert refused.status == 404
+    assert len(refused.body) < 2000
+    failed = server.post("optim_step", {"model_id": server.model(), "seq_id": 1, "adam_params": {"beta" * 99_999: 1}})
+    assert len(server.result(failed)["error"]) < 2000
