@@ -198,7 +198,7 @@ def test_a_large_json_result_is_read_off_the_loop(poller: Poller) -> None:
         (Reply(json={"status": "complete_metadata", "response_payload_size": "big"}), FORWARD_BACKWARD),
         (Reply(json={"status": "complete_metadata", "response_payload_size": -1}), FORWARD_BACKWARD),
     ],
-    ids=repr,
+    ids=lambda value: value.request_type if isinstance(value, ResultKind) else repr(value),
 )
 def test_an_answer_without_sense_is_a_validation_error_that_names_the_request(
     poller: Poller, step: Any, kind: ResultKind[Any]
