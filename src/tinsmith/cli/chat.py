@@ -14,7 +14,7 @@ from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed
 from tinsmith.cli.options import Options
 from tinsmith.cli.output import emit, emit_text, note
-from tinsmith.cli.params import CHECKPOINT_PATH
+from tinsmith.cli.params import CHECKPOINT_PATH, sampling_options
 
 if TYPE_CHECKING:
     from tinsmith.client.sampling import SamplingClient
@@ -45,31 +45,7 @@ object per answer. The first error ends such a chat."""
 @click.argument("checkpoint", type=CHECKPOINT_PATH, required=False)
 @click.option("--model", metavar="MODEL", help="A base model; the server's first, if nothing is named.")
 @click.option("--system", metavar="TEXT", help="How the model shall behave.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    metavar="N",
-    help="When to stop an answer at the latest.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.7,
-    show_default=True,
-    metavar="X",
-    help="0 takes the likeliest token every time.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(min=0, max=1),
-    default=1.0,
-    show_default=True,
-    metavar="P",
-    help="Only the likeliest tokens that together have this probability.",
-)
-@click.option("--seed", type=int, metavar="N", help="The same seed gives the same answers to the same messages.")
+@sampling_options(max_tokens=1024, temperature=0.7)
 @click.option("--tokenizer", metavar="ID", help="A hub id or folder, if the model's name does not lead to one.")
 @click.option("--no-history", is_flag=True, help="Do not keep what you type for the arrow keys of the next chat.")
 @click.pass_obj

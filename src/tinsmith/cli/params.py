@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import Any
 
 import click
 
@@ -38,3 +40,41 @@ class UtcTime(click.ParamType):  # type: ignore[type-arg]
 
 CHECKPOINT_PATH = CheckpointPath()
 UTC_TIME = UtcTime()
+
+
+def sampling_options(*, max_tokens: int, temperature: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """How a model draws its tokens, with the defaults of a command."""
+    options = [
+        click.option(
+            "--max-tokens",
+            type=click.IntRange(min=1),
+            default=max_tokens,
+            show_default=True,
+            metavar="N",
+            help="When to stop at the latest.",
+        ),
+        click.option(
+            "--temperature",
+            type=click.FloatRange(min=0),
+            default=temperature,
+            show_default=True,
+            metavar="X",
+            help="0 takes the likeliest token every time.",
+        ),
+        click.option(
+            "--top-p",
+            type=click.FloatRange(min=0, max=1),
+            default=1.0,
+            show_default=True,
+            metavar="P",
+            help="Only the likeliest tokens that together have this probability.",
+        ),
+        click.option("--seed", type=int, metavar="N", help="The same seed gives the same text."),
+    ]
+
+    def with_options(command: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return with_options

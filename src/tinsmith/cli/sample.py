@@ -11,7 +11,7 @@ from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed
 from tinsmith.cli.options import Options
 from tinsmith.cli.output import emit, emit_json, emit_text
-from tinsmith.cli.params import CHECKPOINT_PATH
+from tinsmith.cli.params import CHECKPOINT_PATH, sampling_options
 
 if TYPE_CHECKING:
     from tinsmith.client.sampling import SamplingClient
@@ -23,31 +23,7 @@ STDIN = "-"
 @click.argument("prompt")
 @click.option("--model", metavar="MODEL", help="A base model; the server's, if it has only one.")
 @click.option("--checkpoint", type=CHECKPOINT_PATH, metavar="PATH", help="Saved weights instead of a base model.")
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=128,
-    show_default=True,
-    metavar="N",
-    help="When to stop at the latest.",
-)
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=1.0,
-    show_default=True,
-    metavar="X",
-    help="0 takes the likeliest token every time.",
-)
-@click.option(
-    "--top-p",
-    type=click.FloatRange(min=0, max=1),
-    default=1.0,
-    show_default=True,
-    metavar="P",
-    help="Only the likeliest tokens that together have this probability.",
-)
-@click.option("--seed", type=int, metavar="N", help="The same seed gives the same text.")
+@sampling_options(max_tokens=128, temperature=1.0)
 @click.option(
     "--num-samples",
     type=click.IntRange(min=1),
