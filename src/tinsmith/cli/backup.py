@@ -34,13 +34,14 @@ def command(options: Options, folder: Path, state: Path | None, force: bool) -> 
     from tinsmith.export import new_folder
 
     try:
-        from tinsmith.server.backup import DATABASE, back_up
+        from tinsmith.server.backup import back_up
+        from tinsmith.server.config import DATABASE_FILE
     except ImportError as error:
         raise MissingExtraError(error.name or "sqlalchemy", "server", "Copying the state of a server") from error
     source, target = (state or Path.home() / ".tinsmith").absolute(), folder.expanduser().absolute()
-    if not (source / DATABASE).exists():
+    if not (source / DATABASE_FILE).exists():
         raise CommandFailed(
-            f"{source} holds no {DATABASE}.",
+            f"{source} holds no {DATABASE_FILE}.",
             remedy="Give the --state of `tinsmith serve`. With PostgreSQL, stop the server, copy the folder, and use "
             "pg_dump for the database.",
         )

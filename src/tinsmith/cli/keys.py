@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from tinsmith.server.store import Store
     from tinsmith.server.store.records import ApiKey
 
-DATABASE_FILE = "tinsmith.db"
-
 
 @click.group()
 def command() -> None:
@@ -143,6 +141,7 @@ def _opened(state: Path | None, database: str, *, may_create: bool = False) -> I
     from tinsmith.errors import ConfigError, MissingExtraError
 
     try:
+        from tinsmith.server.config import DATABASE_FILE
         from tinsmith.server.store import Store, StoreUnavailableError
     except ImportError as error:
         raise MissingExtraError(error.name or "sqlalchemy", "server", "Managing the keys of a server") from error

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tinsmith.errors import ConfigError
+from tinsmith.server.config import DATABASE_FILE
 from tinsmith.server.store import Store
 
-DATABASE = "tinsmith.db"
 SECRET = "secret"
 FOLDERS = ("checkpoints", "snapshots", "samplers")
 MAX_TRIES = 20
@@ -54,10 +54,10 @@ def back_up(state: Path, folder: Path, on_progress: OnProgress = lambda name, do
 
 
 def _copy_database(state: Path, folder: Path) -> Known:
-    copy = folder / DATABASE
+    copy = folder / DATABASE_FILE
     copy.unlink(missing_ok=True)
     with (
-        closing(sqlite3.connect(f"{(state / DATABASE).as_uri()}?mode=ro", uri=True)) as source,
+        closing(sqlite3.connect(f"{(state / DATABASE_FILE).as_uri()}?mode=ro", uri=True)) as source,
         closing(sqlite3.connect(copy)) as target,
     ):
         source.backup(target)

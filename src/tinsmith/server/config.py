@@ -14,6 +14,9 @@ from tinsmith.server.models import ModelSource
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 
+DATABASE_FILE = "tinsmith.db"
+"""In the state folder, unless there is a database elsewhere."""
+
 _MIB = 2**20
 
 
@@ -102,7 +105,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def database_url(self) -> str:
-        return self.database or f"sqlite:///{self.state.absolute() / 'tinsmith.db'}"
+        return self.database or f"sqlite:///{self.state.absolute() / DATABASE_FILE}"
 
     @property
     def checkpoints(self) -> Path:

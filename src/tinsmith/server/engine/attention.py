@@ -1,7 +1,7 @@
 """Causal attention within each sequence of a packed batch.
 
 On a GPU one kernel takes sequences of any lengths. On a CPU neighbours of equal length go through one call, so sort by
-length where the order is free.
+length where the order is free; short ones have a way of their own (`short_attention.py`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def _kernel_for_any_lengths() -> Callable[..., Tensor] | None:
 class _InFloat32(torch.autograd.Function):  # type: ignore[misc]
     """Causal attention of bfloat16 on a CPU: [N, H, L, D], [N, K, L, D] twice -> [N, H, L, D].
 
-    The CPU's kernel is faster in float32, in the backward pass of short sequences five times; what is kept for that
-    pass stays bfloat16.
+    The CPU's kernel is faster in float32; what is kept for the backward pass stays bfloat16.
     """
 
     @staticmethod
