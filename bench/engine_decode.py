@@ -70,7 +70,7 @@ def ours(case: Case) -> Round:
 
     from tinsmith.server.engine.adapters import AdapterSpec
     from tinsmith.server.engine.engine import Engine
-    from tinsmith.server.engine.generate import SampleWork
+    from tinsmith.server.engine.running import SampleWork
     from tinsmith.types import SamplingParams
 
     torch.set_num_threads(_engine.THREADS)
@@ -125,7 +125,7 @@ OUR_START = """
 import torch
 torch.set_num_threads({threads})
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.generate import SampleWork
+from tinsmith.server.engine.running import SampleWork
 from tinsmith.types import SamplingParams
 generator = Engine.open({folder!r}, "cpu", {dtype!r}).generator
 generator.add(SampleWork(0, list(range({prompt_tokens})), SamplingParams(max_tokens=1)))

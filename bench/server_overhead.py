@@ -29,7 +29,7 @@ import tinsmith
 from tinsmith.server.engine.adapters import AdapterSpec
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.generate import SampleWork
+from tinsmith.server.engine.running import SampleWork
 
 TURNS = 20
 ROUNDS_PER_TURN = 15

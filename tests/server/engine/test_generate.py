@@ -18,9 +18,10 @@ from tests.server.tiny_models import FAMILIES, make_model, save_model
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.engine.attention import PackedCausal
-from tinsmith.server.engine.generate import Generator, SampleDone, SampleWork
+from tinsmith.server.engine.generate import Generator, SampleDone
 from tinsmith.server.engine.lora import LoraRows
 from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.running import SampleWork
 from tinsmith.server.engine.weights import load_model
 from tinsmith.types import SampleResponse, SamplingParams, TensorData
 

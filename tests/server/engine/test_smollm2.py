@@ -18,8 +18,8 @@ from tinsmith.server.engine.adapters import Adapter, AdapterSpec, FrozenAdapter
 from tinsmith.server.engine.attention import PackedCausal
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.generate import SampleWork
 from tinsmith.server.engine.lora import LoraRows
+from tinsmith.server.engine.running import SampleWork
 from tinsmith.types import AdamParams, SampleResponse, SamplingParams
 
 TEXTS = [

@@ -1,14 +1,14 @@
 """Causal attention within each sequence of a packed batch.
 
-On a GPU one kernel takes sequences of any lengths. On a CPU neighbours of equal length go through one call, so sort by
-length where the order is free; short ones have a way of their own (`short_attention.py`).
+On a GPU one kernel takes sequences of any lengths: our own where it was measured, torch's elsewhere. On a CPU
+neighbours of equal length go through one call, so sort by length where the order is free; short ones have a way of
+their own (`short_attention.py`).
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from tinsmith.server.engine import short_attention
+from tinsmith.server.engine.steps import has_kernels
+from tinsmith.server.engine.transfer import upload
 
 
 class PackedCausal:
@@ -24,16 +26,26 @@ class PackedCausal:
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
+        self._tiles: Any = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.is_cuda and q.dtype == torch.bfloat16 and (kernel := _kernel_for_any_lengths()) is not None:
-            longest = max(self.lengths)
-            return kernel(q, k, v, self._starts, self._starts, longest, longest)
+        if q.is_cuda and q.dtype == torch.bfloat16:
+            return self._on_gpu(q, k, v)
         if len(self._runs) == 1:
             return _of_equal_lengths(*self._runs[0], q, k, v)
         sizes = [length * count for length, count in self._runs]
         parts = zip(self._runs, q.split(sizes), k.split(sizes), v.split(sizes), strict=True)
         return torch.cat([_of_equal_lengths(*run, *qkv) for run, *qkv in parts])
+
+    def _on_gpu(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if has_kernels():
+            from tinsmith.server.engine.gpu import attention
+
+            if attention.is_suited(q):
+                self._tiles = self._tiles or attention.Tiles(self.lengths, q.device)
+                return attention.attend(q, k, v, self._tiles)
+        longest = max(self.lengths)
+        return kernel_for_any_lengths()(q, k, v, self._starts, self._starts, longest, longest)
 
     @cached_property
     def _runs(self) -> list[tuple[int, int]]:
@@ -42,29 +54,33 @@ class PackedCausal:
 
     @cached_property
     def _starts(self) -> Tensor:
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device="cuda")
+        return upload(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), torch.device("cuda"))
 
 
-@cache
-def _kernel_for_any_lengths() -> Callable[..., Tensor] | None:
-    """torch's kernel for packed sequences, whose arguments differ between releases; older ones have none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    known = inspect.signature(varlen_attn).parameters
-    causal = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+def kernel_for_any_lengths() -> Callable[..., Tensor]:
+    """torch's kernel for packed sequences."""
+    return _OfAnyLengths.apply  # type: ignore[no-any-return]
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *places: Any) -> Tensor:
-        options: dict[str, Any] = dict(causal)
-        if "enable_gqa" in known:
-            options["enable_gqa"] = True
-        else:
-            k, v = (part.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for part in (k, v))
-        attended: Tensor = varlen_attn(q, k, v, *places, **options)
+
+class _OfAnyLengths(torch.autograd.Function):  # type: ignore[misc]
+    """torch's flash attention for packed sequences, in bfloat16 on a GPU: [T, H, D], [S, K, D] twice -> [T, H, D].
+
+    `q_starts` and `k_starts` say where each sequence begins, and the numbers after them how long the longest is. The
+    public form of it, `varlen_attn`, wants as many keys as queries in some releases.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *places: Any) -> Tensor:
+        attended, weight, *random, _ = torch.ops.aten._flash_attention_forward(q, k, v, *places, 0.0, True, False)
+        ctx.save_for_backward(q, k, v, attended, weight, *random)
+        ctx.places = places
         return attended
 
-    return attend
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *saved, seed, offset = ctx.saved_tensors
+        flash_backward = torch.ops.aten._flash_attention_backward
+        return *flash_backward(dy, *saved, *ctx.places, 0.0, True, seed, offset), None, None, None, None
 
 
 class _InFloat32(torch.autograd.Function):  # type: ignore[misc]

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +43,22 @@ _SHARE_FOR_TRAINING = 0.25
 _SHARE_FOR_SAMPLING = {"cuda": 0.4, "cpu": 0.1}
 
 
+class EngineUsage(NamedTuple):
+    """How full things are, and counts since the start."""
+
+    token_budget: int
+    kv_blocks: int
+    kv_blocks_used: int
+    micro_batches: int
+    trained_rows: int
+    trained_tokens: int
+    computed_prompt_tokens: int
+    found_prompt_tokens: int
+    sampled_tokens: int
+    decode_steps: int
+    decoded_samples: int
+
+
 class Engine:
     def __init__(
         self,
@@ -57,6 +74,7 @@ class Engine:
         self.on_progress: Callable[[], None] = lambda: None
         """Called before every micro-batch."""
         self._kv_tokens = kv_tokens or automatic_kv_tokens(model)
+        self._num_batches = self._num_rows = self._num_tokens = 0
 
     @classmethod
     def open(
@@ -77,6 +95,22 @@ class Engine:
 
     def create_adapter(self, spec: AdapterSpec) -> Adapter:
         return Adapter.create(self.model.shape, spec, self.model.device, self.model.compute_dtype)
+
+    def usage(self) -> EngineUsage:
+        generator = self.generator
+        return EngineUsage(
+            self.train_token_budget,
+            generator.blocks.num_blocks,
+            generator.blocks.num_blocks - generator.blocks.num_available,
+            self._num_batches,
+            self._num_rows,
+            self._num_tokens,
+            generator.num_prefilled_tokens,
+            generator.num_found_tokens,
+            generator.num_sampled_tokens,
+            generator.num_decode_steps,
+            generator.num_decoded_samples,
+        )
 
     def optim_step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
         return adamw_step(adapter, params)
@@ -128,13 +162,16 @@ class Engine:
         return [example for example in examples if example.index not in errors], errors
 
     def _run(self, examples: Sequence[Example]) -> dict[int, RowOutput]:
-        outputs: dict[int, RowOutput] = {}
+        passes = []
         for batch in pack(examples, self.train_token_budget):
             # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
             recompute = batch.num_tokens > self.train_token_budget
             self.on_progress()
-            outputs |= run_micro_batch(self.model, batch, recompute=recompute)
-        return outputs
+            passes.append(run_micro_batch(self.model, batch, recompute=recompute))
+            self._num_batches += 1
+            self._num_rows += len(batch.examples)
+            self._num_tokens += batch.num_tokens
+        return {index: output for each in passes for index, output in each.outputs().items()}
 
     def _could_halve_token_budget(self) -> bool:
         if self.train_token_budget <= _MIN_TOKENS:

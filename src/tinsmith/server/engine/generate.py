@@ -1,8 +1,7 @@
 """Sampling for many requests at once: requests join and leave between decode steps.
 
-    SampleWork    one request: a prompt, how many samples, how to draw them, and what to report
-    SampleDone    its result or its error
     Generator     `add`, `step` until `has_work` is false, `cancel` at any time between steps
+    SampleDone    the result of a request, or its error
 
 The life of a request: it waits until its prompt and one sample fit in the cache at their greatest length; the prompt
 is prefilled in chunks, each of them between two decode steps of the others; the first tokens of all its samples are
@@ -15,9 +14,9 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
-from collections.abc import Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,44 +25,26 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidInputError, TinkerError
-from tinsmith.server.engine import sampler
 from tinsmith.server.engine.adapters import FrozenAdapter
+from tinsmith.server.engine.decode import PlainDecoder
 from tinsmith.server.engine.kv_cache import Blocks, BlockTable, Ints, KvPool, prefix_keys
-from tinsmith.server.engine.lora import LoraRows, Segment
+from tinsmith.server.engine.lora import LoraRows
 from tinsmith.server.engine.model import Transformer
-from tinsmith.server.engine.paged_attention import CALL_COST_TOKENS, PagedDecode, PagedPrefill
+from tinsmith.server.engine.paged_attention import prefill_attention
 from tinsmith.server.engine.prompt_scores import PromptScores
-from tinsmith.server.engine.stopping import Decode, Stopper
-from tinsmith.types import SampledSequence, SampleResponse, SamplingParams, StopReason, TensorData, TopkLogprobs
+from tinsmith.server.engine.running import Batch, Decoder, DrawnRows, Key, Request, Sample, SampleWork, segments_of
+from tinsmith.server.engine.stopping import Stopper
+from tinsmith.types import SampledSequence, SampleResponse, TopkLogprobs
 
 BLOCK_SIZE = 16
-PREFILL_TOKENS = 256
+# Prompt tokens computed between two decode steps: enough to keep the device busy, and no more.
+PREFILL_TOKENS = {"cuda": 4096, "cpu": 256}
 
 # Logits of a prompt are made for this many positions at a time: a large vocabulary makes them heavy.
 _SCORED_AT_ONCE = 64
 
 # No product of two such weights and a hidden state overflows.
 _LARGEST_WEIGHT = 1e6
-
-Key: TypeAlias = Hashable
-TopkRow: TypeAlias = list[tuple[int, float]]
-
-
-@dataclass(frozen=True, eq=False)
-class SampleWork:
-    key: Key
-    prompt: Sequence[int]
-    params: SamplingParams
-    num_samples: int = 1
-    adapter: FrozenAdapter | None = None
-    prompt_logprobs: bool = False
-    topk_prompt_logprobs: int = 0
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: TensorData | None = None
-    prompt_alt_tokens_k: int = 0
-    prompt_logprobs_last_n: int | None = None
-    decode: Decode | None = None
-    """Turns tokens into text; needed for stop texts."""
 
 
 @dataclass(frozen=True)
@@ -73,55 +54,6 @@ class SampleDone:
     key: Key
     response: SampleResponse | None = None
     error: TinkerError | None = None
-
-
-@dataclass(eq=False)
-class _Sequence:
-    """One sample on its way."""
-
-    request: _Request
-    index: int
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    topk: list[TopkRow] = field(default_factory=list)
-    stop_reason: StopReason | None = None
-    table: BlockTable | None = None
-
-    @property
-    def num_cached(self) -> int:
-        """How many tokens have keys and values: all but the last one sampled."""
-        return len(self.request.prompt) + len(self.tokens) - 1
-
-
-@dataclass(eq=False)
-class _Request:
-    """A request that was found valid."""
-
-    work: SampleWork
-    prompt: npt.NDArray[np.int32]
-    max_tokens: int
-    stopper: Stopper
-    seed: int
-    scores: PromptScores
-    keys: list[bytes]
-    """Of the full blocks of the prompt."""
-
-    order: int
-    """By arrival."""
-
-    table: BlockTable | None = None
-    """Of the prompt. The only sample of a request goes on in it, several make tables of their own."""
-
-    tail: Ints | None = None
-    """Blocks set aside at admission, so that one of several samples can always go on."""
-
-    num_prefilled: int = 0
-    num_cache_hits: int = 0
-    samples: list[_Sequence] = field(default_factory=list)
-
-    @property
-    def adapter(self) -> FrozenAdapter | None:
-        return self.work.adapter
 
 
 class Generator:
@@ -135,27 +67,29 @@ class Generator:
         *,
         max_context: int | None = None,
         block_size: int = BLOCK_SIZE,
-        prefill_tokens: int = PREFILL_TOKENS,
+        prefill_tokens: int | None = None,
     ) -> None:
         self.model = model
         self.end_of_text = frozenset(end_of_text)
         self.max_context = min(max_context or model.shape.max_context, model.shape.max_context)
-        self.prefill_tokens = prefill_tokens
+        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS.get(model.device.type, 256)
         self.blocks = Blocks(max(kv_tokens // block_size, 1), block_size)
         num_slots = self.blocks.num_blocks * block_size
-        self.pool = KvPool(model.shape, num_slots, model.compute_dtype, model.device)
+        self.pool = KvPool(model.shape, num_slots + block_size, model.compute_dtype, model.device)
+        self._decoder = _decoder_for(model, self.pool, self.blocks)
         self.num_prefilled_tokens = 0
         """How many prompt tokens were computed, not found in the cache, since the start."""
+        self.num_found_tokens = self.num_sampled_tokens = self.num_decode_steps = self.num_decoded_samples = 0
 
         self._arrivals = itertools.count()
         self._owners: WeakKeyDictionary[FrozenAdapter, bytes] = WeakKeyDictionary()
-        self._requests: dict[Key, _Request] = {}
-        self._waiting: list[_Request] = []
-        self._prefilling: list[_Request] = []
-        self._undecided: list[_Sequence] = []
+        self._requests: dict[Key, Request] = {}
+        self._waiting: list[Request] = []
+        self._prefilling: list[Request] = []
+        self._undecided: list[Sample] = []
         """Samples with a first token that wait for room in the cache."""
 
-        self._batch = _Batch([], model)
+        self._batch = Batch([], model)
         self._done: list[SampleDone] = []
 
     # --- requests ---
@@ -178,7 +112,7 @@ class Generator:
             self._drop(request)
 
     def has_work(self) -> bool:
-        return bool(self._requests or self._done)
+        return bool(self._requests or self._done or self._decoder.is_behind)
 
     def step(self) -> list[SampleDone]:
         """A chunk of prompts if any wait, then one token for every running sample; returns what finished.
@@ -191,14 +125,14 @@ class Generator:
             if self._prefilling:
                 self._prefill()
                 self._start_decoding()
-            if self._batch.rows:
+            if self._batch.rows or self._decoder.is_behind:
                 self._decode()
         done, self._done = self._done, []
         return done
 
     # --- checks ---
 
-    def _checked(self, work: SampleWork) -> _Request:
+    def _checked(self, work: SampleWork) -> Request:
         prompt = _prompt_array(work.prompt, self.model.shape.vocab_size)
         params = work.params
         max_tokens = self._max_tokens(len(prompt), params.max_tokens)
@@ -216,7 +150,7 @@ class Generator:
         )
         stopper = Stopper.of(params, self.end_of_text, work.decode)
         keys = prefix_keys(self._owner(work.adapter), prompt, self.blocks.block_size)
-        request = _Request(work, prompt, max_tokens, stopper, seed, scores, keys, next(self._arrivals))
+        request = Request(work, prompt, max_tokens, stopper, seed, scores, keys, next(self._arrivals))
         self._refuse_too_large(request)
         return request
 
@@ -234,7 +168,7 @@ class Generator:
         # Left to us, prompt and sample together fit the context, so that they can be trained on.
         return max(room - 1, 1) if asked is None else asked
 
-    def _refuse_too_large(self, request: _Request) -> None:
+    def _refuse_too_large(self, request: Request) -> None:
         needed = self._prompt_blocks(request) + self._tail_blocks(request)
         if needed > self.blocks.num_blocks:
             size = self.blocks.block_size
@@ -257,7 +191,7 @@ class Generator:
 
     # --- room in the cache ---
 
-    def _num_shared_blocks(self, request: _Request) -> int:
+    def _num_shared_blocks(self, request: Request) -> int:
         """How many blocks of the prompt its samples refer to; the rest of it each of them copies."""
         full = len(request.prompt) // self.blocks.block_size
         return full if self._pays_to_share(full, request.work.num_samples) else 0
@@ -265,16 +199,17 @@ class Generator:
     def _pays_to_share(self, num_blocks: int, num_readers: int) -> bool:
         """Reading a prefix apart from the rest costs each step a call and a join; reading it once saves its tokens.
 
-        Others may come to share the prefix of a single reader, so that is counted as three.
+        Others may come to share the prefix of a single reader, so that is counted as three. Where blocks are found
+        through tables on the device, all this costs nothing.
         """
         saved_tokens = num_blocks * self.blocks.block_size * (num_readers - 1 if num_readers > 1 else 2)
-        return saved_tokens >= 2 * CALL_COST_TOKENS
+        return saved_tokens >= 2 * self._decoder.call_cost_tokens
 
-    def _prompt_blocks(self, request: _Request) -> int:
+    def _prompt_blocks(self, request: Request) -> int:
         own_tokens = max(request.max_tokens - 1, 0) if request.work.num_samples == 1 else 0
         return self.blocks.needed_for(len(request.prompt) + own_tokens)
 
-    def _tail_blocks(self, request: _Request) -> int:
+    def _tail_blocks(self, request: Request) -> int:
         """What each of several samples needs beside the blocks it shares."""
         if request.work.num_samples == 1 or request.max_tokens <= 1:
             return 0
@@ -298,7 +233,7 @@ class Generator:
             self._prefilling.append(request)
             computing.update(request.keys)
 
-    def _make_room(self, request: _Request, found: Ints) -> bool:
+    def _make_room(self, request: Request, found: Ints) -> bool:
         is_alone = request.work.num_samples == 1
         referred = found if not is_alone or self._pays_to_share(len(found), 1) else found[:0]
         num_new = self._prompt_blocks(request) - len(referred)
@@ -311,6 +246,7 @@ class Generator:
         request.table = BlockTable(referred, new, self.blocks.block_size)
         request.tail = self.blocks.allocate(num_tail) if num_tail else None
         request.num_prefilled = request.num_cache_hits = len(found) * self.blocks.block_size
+        self.num_found_tokens += request.num_cache_hits
         if len(referred) < len(found):
             self._copy_tokens(
                 BlockTable(found, found[:0], self.blocks.block_size), 0, request.table, 0, request.num_prefilled
@@ -324,19 +260,25 @@ class Generator:
 
     def _start_decoding(self) -> None:
         """Give samples the room they wait for, first come first served."""
-        still_waiting: list[_Sequence] = []
+        still_waiting: list[Sample] = []
+        room = self._decoder.max_rows - len(self._batch.rows)
         for sequence in self._undecided:
+            if room <= 0:
+                still_waiting.append(sequence)
+                continue
             if sequence.request.work.num_samples == 1:
                 sequence.table, sequence.request.table = sequence.request.table, None
             elif still_waiting or not self._branch(sequence):
                 still_waiting.append(sequence)
+                continue
+            room -= 1
         started = [sequence for sequence in self._undecided if sequence.table is not None]
         self._undecided = still_waiting
         for request in {sequence.request for sequence in started}:
             self._release_prompt_if_idle(request)
         self._batch = self._batch.replaced([*self._batch.rows, *started])
 
-    def _branch(self, sequence: _Sequence) -> bool:
+    def _branch(self, sequence: Sample) -> bool:
         """A table that shares the prompt's full blocks, if that pays, and has the rest to itself."""
         request, size = sequence.request, self.blocks.block_size
         assert request.table is not None
@@ -353,7 +295,7 @@ class Generator:
         self._copy_tokens(request.table, start, sequence.table, start, len(request.prompt) - start)
         return True
 
-    def _release_prompt_if_idle(self, request: _Request) -> None:
+    def _release_prompt_if_idle(self, request: Request) -> None:
         """The prompt's own blocks are needed until the last sample has branched off or ended."""
         if any(sequence.request is request for sequence in self._undecided):
             return
@@ -372,11 +314,11 @@ class Generator:
             assert request.table is not None
             slots.append(request.table.slots[start:end])
             past.append((end - start, request.table.runs(start)))
-        lora = LoraRows(_segments((end - start, request.adapter) for request, start, end in pieces))
+        lora = LoraRows(segments_of((end - start, request.adapter) for request, start, end in pieces))
         hidden = self.model.hidden(
             self._tensor(np.concatenate([request.prompt[start:end] for request, start, end in pieces])),
             self._tensor(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
-            PagedPrefill(self.pool, self._tensor(np.concatenate(slots)), past),
+            prefill_attention(self.pool, np.concatenate(slots), past),
             lora,
         )
         states = hidden.split([end - start for _, start, end in pieces])
@@ -390,7 +332,7 @@ class Generator:
             self.num_prefilled_tokens += end - start
         self._finish_prefill([request for (request, _, _), _ in ready], *first)
 
-    def _next_pieces(self) -> list[tuple[_Request, int, int]]:
+    def _next_pieces(self) -> list[tuple[Request, int, int]]:
         """The next stretches of the oldest prompts, as much as one chunk takes; those of one adapter together."""
         # Larger chunks are a sixth faster; with nobody to keep waiting they cost nothing.
         pieces, room = [], self.prefill_tokens if self._batch.rows else 2 * self.prefill_tokens
@@ -402,27 +344,27 @@ class Generator:
                 break
         return sorted(pieces, key=lambda piece: (self._owner(piece[0].adapter), piece[2] - piece[1]))
 
-    def _score(self, request: _Request, start: int, states: Tensor) -> None:
+    def _score(self, request: Request, start: int, states: Tensor) -> None:
         first = max(request.scores.first_state, start)
         end = min(start + len(states), len(request.prompt) - 1)
         for begin in range(first, end, _SCORED_AT_ONCE):
             part = states[begin - start : min(begin + _SCORED_AT_ONCE, end) - start]
-            lora = LoraRows(_segments([(len(part), request.adapter)]))
+            lora = LoraRows(segments_of([(len(part), request.adapter)]))
             request.scores.add(begin, self.model.logits(part, lora))
 
-    def _draw_first(self, requests: list[_Request], states: list[Tensor]) -> tuple[_Batch, _DrawnRows]:
+    def _draw_first(self, requests: list[Request], states: list[Tensor]) -> tuple[Batch, DrawnRows]:
         """The first token of every sample of these prompts, from the last hidden state of each."""
         for request in requests:
-            request.samples = [_Sequence(request, index) for index in range(request.work.num_samples)]
+            request.samples = [Sample(request, index) for index in range(request.work.num_samples)]
         rows = [index for index, request in enumerate(requests) if request.max_tokens > 0 for _ in request.samples]
-        batch = _Batch([row for request in requests if request.max_tokens > 0 for row in request.samples], self.model)
+        batch = Batch([row for request in requests if request.max_tokens > 0 for row in request.samples], self.model)
         if not rows:
-            return batch, _DrawnRows([], [], [])
-        lora = LoraRows(_segments((1, request.adapter) for request in requests))
+            return batch, DrawnRows([], [], [])
+        lora = LoraRows(segments_of((1, request.adapter) for request in requests))
         logits = self.model.logits(torch.stack(states), lora)
         return batch, batch.draw(logits[torch.tensor(rows, device=logits.device)])
 
-    def _finish_prefill(self, requests: list[_Request], batch: _Batch, drawn: _DrawnRows) -> None:
+    def _finish_prefill(self, requests: list[Request], batch: Batch, drawn: DrawnRows) -> None:
         """Take the first tokens; the samples that go on wait for room, and the prompt can be found by others."""
         self._prefilling = [request for request in self._prefilling if request not in requests]
         for request in requests:
@@ -441,27 +383,30 @@ class Generator:
     # --- decode ---
 
     def _decode(self) -> None:
-        batch = self._batch
-        positions = np.array([sequence.num_cached for sequence in batch.rows])
-        tables = [sequence.table for sequence in batch.rows if sequence.table is not None]
-        slots = np.array([table.slots[position] for table, position in zip(tables, positions, strict=True)])
-        runs = [table.runs(position + 1) for table, position in zip(tables, positions.tolist(), strict=True)]
-        tokens = np.array([sequence.tokens[-1] for sequence in batch.rows])
-        attend = PagedDecode(self.pool, self._tensor(slots), runs)
-        hidden = self.model.hidden(self._tensor(tokens), self._tensor(positions), attend, batch.lora)
-        self._take(batch, batch.draw(self.model.logits(hidden, batch.lora)))
-        running = [sequence for sequence in batch.rows if sequence.table is not None]
-        if len(running) < len(batch.rows):
-            self._batch = batch.replaced(running)
+        launched = self._batch.rows
+        outcome = self._decoder.step(self._batch)
+        self.num_decode_steps += bool(launched)
+        self.num_decoded_samples += len(launched)
+        for row in launched:
+            row.num_in_flight += 1
+        if outcome is not None:
+            for row in outcome.batch.rows:
+                row.num_in_flight -= 1
+            self._take(*outcome)
+        going_on = [row for row in self._batch.rows if row.goes_on]
+        if len(going_on) < len(self._batch.rows):
+            self._batch = self._batch.replaced(going_on)
 
     def _tensor(self, array: npt.NDArray[np.integer[npt.NBitBase]]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.model.device)
 
-    def _take(self, batch: _Batch, drawn: _DrawnRows) -> None:
+    def _take(self, batch: Batch, drawn: DrawnRows) -> None:
         """Append what was drawn; end the samples that are complete."""
+        self.num_sampled_tokens += len(batch.rows)
         for row, sequence in enumerate(batch.rows):
-            if sequence.request.work.key not in self._requests:
-                continue  # a sibling failed in this very step
+            request = sequence.request
+            if self._requests.get(request.work.key) is not request or sequence.stop_reason is not None:
+                continue  # it was cancelled, or a sibling failed, or it had stopped before this step was launched
             if not math.isfinite(drawn.logprobs[row]):
                 self._fail(sequence.request, _not_finite(sequence))
                 continue
@@ -471,7 +416,7 @@ class Generator:
                 sequence.topk.append(drawn.topk[row][:count])
             self._stop_if_done(sequence)
 
-    def _stop_if_done(self, sequence: _Sequence) -> None:
+    def _stop_if_done(self, sequence: Sample) -> None:
         request = sequence.request
         try:
             stopped = request.stopper.stops(sequence.tokens)
@@ -485,7 +430,7 @@ class Generator:
             self._leave_cache(sequence)
             self._finish_if_complete(request)
 
-    def _leave_cache(self, sequence: _Sequence) -> None:
+    def _leave_cache(self, sequence: Sample) -> None:
         """Free the sample's room; what it computed can be found again, should the conversation go on."""
         if (table := sequence.table) is None:
             return
@@ -498,19 +443,19 @@ class Generator:
 
     # --- ends ---
 
-    def _finish_if_complete(self, request: _Request) -> None:
+    def _finish_if_complete(self, request: Request) -> None:
         if any(sequence.stop_reason is None for sequence in request.samples):
             return
         del self._requests[request.work.key]
         self._release_prompt_if_idle(request)
         self._done.append(SampleDone(request.work.key, response=_response(request)))
 
-    def _fail(self, request: _Request, error: TinkerError) -> None:
+    def _fail(self, request: Request, error: TinkerError) -> None:
         del self._requests[request.work.key]
         self._drop(request)
         self._done.append(SampleDone(request.work.key, error=error))
 
-    def _drop(self, request: _Request) -> None:
+    def _drop(self, request: Request) -> None:
         """Take a request out of every queue and free its room."""
         self._waiting = [other for other in self._waiting if other is not request]
         self._prefilling = [other for other in self._prefilling if other is not request]
@@ -523,59 +468,13 @@ class Generator:
         self._batch = self._batch.replaced([row for row in self._batch.rows if row.request is not request])
 
 
-@dataclass(frozen=True)
-class _DrawnRows:
-    tokens: list[int]
-    logprobs: list[float]
-    topk: list[TopkRow]
+def _decoder_for(model: Transformer, pool: KvPool, blocks: Blocks) -> Decoder:
+    """The pool has one block more than those that are handed out."""
+    if model.device.type == "cuda" and find_spec("triton"):
+        from tinsmith.server.engine.gpu.decoder import DeviceDecoder
 
-
-class _Batch:
-    """The rows of a decode step in order, and what stays the same from step to step while they do."""
-
-    def __init__(self, rows: list[_Sequence], model: Transformer, before: LoraRows | None = None) -> None:
-        self.rows = rows
-        self.model = model
-        segments = _segments((1, sequence.request.adapter) for sequence in rows)
-        self.lora = before.regrouped(segments) if before else LoraRows(segments)
-        works = [sequence.request.work for sequence in rows]
-        self.settings = sampler.Settings.of([work.params for work in works], model.shape.vocab_size, model.device)
-        self.num_topk = min(max((work.topk_sample_logprobs for work in works), default=0), model.shape.vocab_size)
-        self.seeds = np.array([sequence.request.seed for sequence in rows], np.uint64)
-        self.streams = np.array([sequence.index for sequence in rows], np.uint64)
-
-    def replaced(self, rows: list[_Sequence]) -> _Batch:
-        """Another set of rows, ordered so that those of one adapter, and the samples of one request, lie together."""
-        if rows == self.rows:
-            return self
-        first = {row.request.adapter: row.request.order for row in reversed(rows)}
-        rows.sort(key=lambda row: (first[row.request.adapter], row.request.order, row.index))
-        return _Batch(rows, self.model, self.lora)
-
-    def draw(self, logits: Tensor) -> _DrawnRows:
-        positions = [len(sequence.tokens) for sequence in self.rows]
-        numbers = torch.from_numpy(sampler.uniforms(self.seeds, self.streams, positions)).to(logits.device)
-        tokens, logprobs = sampler.draw(logits, self.settings, numbers)
-        return _DrawnRows(tokens.tolist(), logprobs.tolist(), self._topk(logits))
-
-    def _topk(self, logits: Tensor) -> list[TopkRow]:
-        if not self.num_topk:
-            return []
-        values, ids = sampler.best(logits, self.num_topk)
-        values = values - sampler.log_sums(logits)[:, None]
-        return [list(zip(*row, strict=True)) for row in zip(ids.tolist(), values.tolist(), strict=True)]
-
-
-def _segments(rows: Iterable[tuple[int, FrozenAdapter | None]]) -> list[Segment]:
-    """Counts of rows with their adapter -> stretches of rows, neighbours of one adapter joined."""
-    segments: list[Segment] = []
-    end = 0
-    for count, adapter in rows:
-        start, end = end, end + count
-        if segments and segments[-1][2] is adapter:
-            start = segments.pop()[0]
-        segments.append((start, end, adapter))
-    return segments
+        return DeviceDecoder(model, pool, blocks.block_size, spare_block=blocks.num_blocks)
+    return PlainDecoder(model, pool)
 
 
 def _prompt_array(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:
@@ -606,7 +505,7 @@ def _refuse_broken(adapter: FrozenAdapter) -> None:
         )
 
 
-def _not_finite(sequence: _Sequence) -> InvalidInputError:
+def _not_finite(sequence: Sample) -> InvalidInputError:
     return InvalidInputError(
         f"The model's probabilities for token {len(sequence.tokens)} of sample {sequence.index} are not finite; the "
         "weights are broken, most likely by training with too high a learning rate. Sample from an earlier checkpoint.",
@@ -614,7 +513,7 @@ def _not_finite(sequence: _Sequence) -> InvalidInputError:
     )
 
 
-def _response(request: _Request) -> SampleResponse:
+def _response(request: Request) -> SampleResponse:
     scores = request.scores
     return SampleResponse(
         sequences=[_sampled(sequence) for sequence in request.samples],
@@ -626,7 +525,7 @@ def _response(request: _Request) -> SampleResponse:
     )
 
 
-def _sampled(sequence: _Sequence) -> SampledSequence:
+def _sampled(sequence: Sample) -> SampledSequence:
     assert sequence.stop_reason is not None
     count = sequence.request.work.topk_sample_logprobs
     return SampledSequence(

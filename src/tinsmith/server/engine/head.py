@@ -10,15 +10,18 @@ Letters: N rows, K targets of each row, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tinsmith.server.engine.lora import LoraRows, add_gradients, add_looped
+from tinsmith.server.engine.lora import LoraRows
 from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.softmax import Softmax
+from tinsmith.server.engine.steps import has_kernels
 
-# Logits held at once. More makes the products no faster: 256 MiB of float32 keep a large GPU busy, and a CPU's caches
-# prefer less.
+# Logits held at once. More makes the products no faster: half a GiB of bfloat16 keeps a large GPU busy, and a CPU's
+# caches prefer less.
 _MAX_LOGITS = {"cuda": 2**28, "cpu": 2**24}
 
 Gradient = Callable[[int, int, Tensor], Tensor]
@@ -37,30 +40,25 @@ def score(
     chunk = max(1, _MAX_LOGITS.get(hidden.device.type, 2**24) // model.shape.vocab_size)
     for start in range(0, len(hidden), chunk):
         end = min(start + chunk, len(hidden))
-        placed = lora.slice(start, end).at("lm_head")
         x, chosen = hidden[start:end], targets[start:end]
+        additions = lora.slice(start, end).additions("lm_head", x)
         y = model.head.product(x)
-        inner = add_looped(y, x, placed)
-        logprobs[start:end], exps, total = _logprobs(y, chosen)
+        inner = additions.add(y, x) if additions else []
+        softmax = _softmax(y, chosen)
+        logprobs[start:end] = softmax.logprobs
         if gradient is None or dhidden is None:
             continue
-        dlogprobs = gradient(start, end, logprobs[start:end]).to(exps)
-        # d logprob / d logits is one at the target, minus the softmax everywhere
-        dlogits = exps.mul_(-dlogprobs.sum(-1, keepdim=True) / total).scatter_add_(-1, chosen, dlogprobs)
-        dy = dlogits.to(y.dtype)
+        dy = softmax.gradient(gradient(start, end, softmax.logprobs).to(softmax.logprobs))
         dx = model.head.gradient(dy)
-        for (first, last, site), xa in zip(placed, inner, strict=True):
-            dxa = add_gradients(site, x[first:last], xa, dy[first:last])
-            dx[first:last].addmm_(dxa, site.a)
+        if additions:
+            additions.add_gradients(x, inner, dy, dx)
         dhidden[start:end] = dx
     return logprobs, dhidden
 
 
-def _logprobs(y: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of the targets, and the softmax as exponentials and their sum; uses up a float32 y."""
-    logits = y.float()
-    logits.sub_(logits.amax(-1, keepdim=True))
-    chosen = logits.gather(-1, targets)
-    exps = logits.exp_()
-    total = exps.sum(-1, keepdim=True)
-    return chosen - total.log(), exps, total
+def _softmax(y: Tensor, targets: Tensor) -> Any:
+    if y.is_cuda and has_kernels():
+        from tinsmith.server.engine.gpu.softmax import Softmax as OnGpu
+
+        return OnGpu(y, targets)
+    return Softmax(y, targets)

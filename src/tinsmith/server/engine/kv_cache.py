@@ -176,6 +176,11 @@ class KvPool:
         self.num_slots = num_slots
         self._layers = [tuple(layer.unbind()) for layer in self.storage.unbind()]
 
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All keys and values of one layer: two of [slot, key/value head, size of a head]."""
+        keys, values = self._layers[layer]
+        return keys, values
+
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """k and v are [T, key/value heads, size].
 

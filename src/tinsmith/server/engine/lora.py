@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.server.engine.products import Matrix
+from tinsmith.server.engine.steps import has_kernels
 
 # One product with all adapters at once, most of it masked away, costs less than a few small products for each adapter
 # as long as rows times their mean rank stay below this. Measured on a CPU with 2 to 32 adapters of rank 8 and 32;
@@ -34,7 +35,7 @@ FEW_ROWS = 64
 
 # It wants a gradient and never gets one: so autograd records the first adapted layer, whose input (frozen embeddings)
 # wants none, without computing a gradient for that input.
-_RECORDED = torch.zeros((), requires_grad=True)
+RECORDED = torch.zeros((), requires_grad=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +57,14 @@ class Site:
     def packed(self) -> _Packed:
         """Of a frozen adapter, for decoding."""
         return _Packed(self)
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Of A, its gradient, the B of up to three parts and their gradients, 0 for none: what kernels go by."""
+        grads = self.grad_b or ()
+        grad_a = 0 if self.grad_a is None else self.grad_a.data_ptr()
+        b, grad_b = ([part.data_ptr() for part in parts] + [0] * (3 - len(parts)) for parts in (self.b, grads))
+        return (self.a.data_ptr(), grad_a, *b, *grad_b)
 
 
 class _Packed:
@@ -92,6 +101,7 @@ class LoraRows:
         self.sites = [(start, end, adapter.sites) for start, end, adapter in self.segments if adapter is not None]
         self._stacks: dict[str, _Stack] = {}
         self._masks: dict[tuple[int, ...], Tensor] = {}
+        self._book: Any = None
 
     def regrouped(self, segments: Sequence[Segment]) -> LoraRows:
         """The same adapters, in the same order, over other rows: what was prepared for them is kept."""
@@ -103,7 +113,30 @@ class LoraRows:
     def slice(self, start: int, end: int) -> LoraRows:
         """The part of these rows that a chunk of the batch needs, counted from its own beginning."""
         cut = [(max(first, start) - start, min(last, end) - start, adapter) for first, last, adapter in self.segments]
-        return LoraRows([(first, last, adapter) for first, last, adapter in cut if first < last])
+        part = LoraRows([(first, last, adapter) for first, last, adapter in cut if first < last])
+        part._book = self._book
+        return part
+
+    def additions(self, name: str, x: Tensor) -> Additions | None:
+        """What the adapters add to a layer with the input x; None if nothing."""
+        at = self.at(name)
+        if not at:
+            return None
+        grouped: Additions | None = self.grouped(name, x)
+        return Looped(at) if grouped is None else grouped
+
+    def grouped(self, name: str, x: Tensor) -> Any:
+        """The same for the kernels of a GPU, which take all adapters at once; None where others are to be used.
+
+        In float32 they would do without tensor cores, which the libraries know how to do better.
+        """
+        if not (x.is_cuda and has_kernels()) or x.dtype == torch.float32:
+            return None
+        from tinsmith.server.engine.gpu.lora import AddressBook
+
+        if self._book is None:
+            self._book = AddressBook([sites for _, _, sites in self.sites], x.device)
+        return self._book.grouped(name, self.sites)
 
     def at(self, name: str) -> list[Placed]:
         return [(start, end, sites[name]) for start, end, sites in self.sites if name in sites]
@@ -121,13 +154,41 @@ class LoraRows:
         return self._masks[key]
 
 
-def linear(x: Tensor, matrix: Matrix, lora: LoraRows | None, name: str) -> Tensor:
+class RowsOnDevice(Protocol):
+    """Another way to say which rows use which adapter: for decoding on a GPU, where the host does not know."""
+
+    def linear(self, x: Tensor, matrix: Matrix, name: str) -> Tensor:
+        """As `linear` below."""
+
+    def gated_silu(self, x: Tensor, gate_up: Matrix, name: str) -> Tensor:
+        """silu(gate) * up of the two parts of a linear layer: [T, in] -> [T, F]"""
+
+    def turned_heads(
+        self,
+        x: Tensor,
+        qkv: Matrix,
+        name: str,
+        num_q: int,
+        num_kv: int,
+        weight: Tensor | None,
+        eps: Tensor,
+        turn: tuple[Tensor, Tensor] | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys and values [T, K, D], as `steps.turn_heads` makes them of a linear layer's output."""
+
+
+AnyRows: TypeAlias = LoraRows | RowsOnDevice
+
+
+def linear(x: Tensor, matrix: Matrix, lora: AnyRows | None, name: str) -> Tensor:
     """The frozen layer for all rows, plus what each adapter adds to its own: [T, in] -> [T, out]."""
+    if lora is not None and not isinstance(lora, LoraRows):
+        return lora.linear(x, matrix, name)
     at = [] if lora is None else lora.at(name)
     is_live = bool(at) and at[0][2].grad_a is not None
     if torch.is_grad_enabled() and (is_live or x.requires_grad):
-        y: Tensor = _LoraLinear.apply(x, _RECORDED, matrix, at)
-        return y
+        recorded: Tensor = _LoraLinear.apply(x, RECORDED, matrix, lora.additions(name, x) if lora else None)
+        return recorded
     y = matrix.product(x)
     if lora is None or not at:
         return y
@@ -191,26 +252,49 @@ class _Stack:
         return mask.flatten(1)
 
 
+class Additions(Protocol):
+    """What adapters add to one layer of a packed batch, and the way back."""
+
+    def add(self, y: Tensor, x: Tensor) -> list[Tensor]:
+        """Add to y [T, out] what the adapters make of x [T, in]; returns what the way back needs."""
+
+    def add_gradients(self, x: Tensor, inner: Sequence[Tensor], dy: Tensor, dx: Tensor | None) -> None:
+        """Add the gradients of A and B to the adapters' buffers, and that of x, if it is wanted, to dx."""
+
+
+class Looped:
+    """One adapter after the other."""
+
+    def __init__(self, at: Sequence[Placed]) -> None:
+        self._at = at
+
+    def add(self, y: Tensor, x: Tensor) -> list[Tensor]:
+        return add_looped(y, x, self._at)
+
+    def add_gradients(self, x: Tensor, inner: Sequence[Tensor], dy: Tensor, dx: Tensor | None) -> None:
+        for (start, end, site), xa in zip(self._at, inner, strict=True):
+            dxa = add_gradients(site, x[start:end], xa, dy[start:end])
+            if dx is not None:
+                dx[start:end].addmm_(dxa, site.a)
+
+
 class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
     """`linear` with its backward pass written out: W needs no gradient, and those of A and B go to their buffers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, matrix: Matrix, at: list[Placed]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, matrix: Matrix, additions: Additions | None) -> Tensor:
         y = matrix.product(x)
-        inner = add_looped(y, x, at)
-        ctx.save_for_backward(x, *inner)
+        ctx.save_for_backward(*([x, *additions.add(y, x)] if additions else ()))
         ctx.matrix = matrix
-        ctx.at = at
+        ctx.additions = additions
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
-        x, *inner = ctx.saved_tensors
         dx = ctx.matrix.gradient(dy) if ctx.needs_input_grad[0] else None
-        for (start, end, site), xa in zip(ctx.at, inner, strict=True):
-            dxa = add_gradients(site, x[start:end], xa, dy[start:end])
-            if dx is not None:
-                dx[start:end].addmm_(dxa, site.a)
+        if ctx.additions:
+            x, *inner = ctx.saved_tensors
+            ctx.additions.add_gradients(x, inner, dy, dx)
         return dx, None, None, None
 
 

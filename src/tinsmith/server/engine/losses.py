@@ -17,7 +17,7 @@ The ratio of gspo is exp(mean of p - q over the targets in `sequence_ratio_mask`
 its gradient that of each target's own p. The API states no default for dro's beta nor for gspo's thresholds; 0.05 and
 those of ppo are our choice.
 
-Terms are computed on the host in float64: they are few, and an exponential of a difference deserves the digits.
+Terms are computed in float64: they are few, and an exponential of a difference deserves the digits.
 """
 
 from __future__ import annotations
@@ -118,10 +118,10 @@ def find_loss(name: str) -> Loss:
     )
 
 
-def value_and_gradient(loss: Loss, logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[float, Tensor]:
-    """The sum of the terms and its gradient with respect to the log-probabilities: float64, on the host."""
+def terms_and_gradient(loss: Loss, logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
+    """The terms, and the gradient of their sum with respect to the float64 log-probabilities."""
     with torch.enable_grad():
-        p = logprobs.detach().to("cpu", torch.float64).requires_grad_()
-        total = loss.terms(p, inputs, config).sum()
-        (gradient,) = torch.autograd.grad(total, p)
-    return float(total.detach()), gradient
+        p = logprobs.detach().requires_grad_()
+        terms = loss.terms(p, inputs, config)
+        (gradient,) = torch.autograd.grad(terms.sum(), p)
+    return terms.detach(), gradient

@@ -25,8 +25,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tinsmith.errors import ConfigError
-from tinsmith.server.engine.lora import LoraRows, linear
+from tinsmith.server.engine.lora import AnyRows, LoraRows, linear
+from tinsmith.server.engine.mlp import mlp
 from tinsmith.server.engine.products import Matrix
+from tinsmith.server.engine.steps import Turn, add_norm, turn_heads
 
 FAMILIES = ("llama", "qwen2", "qwen3", "smollm3")
 _DEFAULT_THETA = {"smollm3": 2000000.0}
@@ -182,90 +184,6 @@ ROPE_SCALINGS: Mapping[str, Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, 
 }
 
 
-# --- elementwise steps, each with its backward pass: fewer passes over memory and less kept than autograd's own ------
-
-
-def _step(function: Any, *args: Any) -> Tensor:
-    """Without a way back there is nothing to keep, and for a few rows autograd costs more than the step itself."""
-    y: Tensor = function.apply(*args) if torch.is_grad_enabled() else function.plain(*args)
-    return y
-
-
-class _RmsNorm(torch.autograd.Function):  # type: ignore[misc]
-    @staticmethod
-    def plain(x: Tensor, weight: Tensor, eps: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.float()
-        return (x * _RmsNorm.inverse(x, eps)).mul_(weight).to(dtype)
-
-    @staticmethod
-    def inverse(x: Tensor, eps: Tensor) -> Tensor:
-        """One over the root of the mean square of each row; in few steps, which is what costs when rows are few."""
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.float()
-        inverse = _RmsNorm.inverse(x, eps)
-        ctx.save_for_backward(x, inverse, weight)
-        return (x * inverse).mul_(weight).to(dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        x, inverse, weight = ctx.saved_tensors
-        dn = dy * weight
-        inner = torch.linalg.vecdot(dn, x).unsqueeze(-1).mul_(inverse.square()).div_(-x.shape[-1])
-        return dn.addcmul_(x, inner).mul_(inverse), None, None, None
-
-
-class _Rotate(torch.autograd.Function):  # type: ignore[misc]
-    """Turns each pair (i, i + D/2) of a head by its angle: x [T, H, D], cos and sin [T, 1, D/2]."""
-
-    @staticmethod
-    def plain(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        turned = torch.empty(x.shape, dtype=torch.float32, device=x.device)
-        turned_first, turned_second = turned.chunk(2, dim=-1)
-        torch.mul(first, cos, out=turned_first).addcmul_(second, sin, value=-1)
-        torch.mul(second, cos, out=turned_second).addcmul_(first, sin)
-        return turned.to(dtype)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return _Rotate.plain(x, cos, sin, dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _Rotate.plain(dy, cos, -sin, ctx.dtype), None, None, None
-
-
-class _GatedSilu(torch.autograd.Function):  # type: ignore[misc]
-    """silu(gate) * up on the fused output of gate and up: [T, 2 F] -> [T, F]."""
-
-    @staticmethod
-    def plain(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate).mul_(up)
-
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return _GatedSilu.plain(gate_up)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        gradient = torch.empty_like(gate_up)
-        dgate, dup = gradient.chunk(2, dim=-1)
-        torch.mul(dy, functional.silu(gate), out=dup)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=dgate)
-        return gradient
-
-
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
@@ -306,7 +224,7 @@ class Transformer:
         return self.embedding.dtype
 
     def hidden(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, lora: LoraRows | None, *, recompute: bool = False
+        self, tokens: Tensor, positions: Tensor, attend: Attend, lora: AnyRows | None, *, recompute: bool = False
     ) -> Tensor:
         """[T] tokens at [T] positions -> [T, hidden], final norm applied.
 
@@ -314,15 +232,16 @@ class Transformer:
         slower, for rows too long to keep everything.
         """
         x = functional.embedding(tokens, self.embedding).float()
+        delta: Tensor | None = None
         turn = self._turn(positions)
         for index in range(len(self.layers)):
             if recompute and torch.is_grad_enabled():
-                x = checkpoint(self._layer, index, x, turn, attend, lora, use_reentrant=False)
+                x, delta = checkpoint(self._layer, index, x, delta, turn, attend, lora, use_reentrant=False)
             else:
-                x = self._layer(index, x, turn, attend, lora)
-        return self._norm(x, self.final_norm)
+                x, delta = self._layer(index, x, delta, turn, attend, lora)
+        return self._add_norm(x, delta, self.final_norm)[1]
 
-    def logits(self, hidden: Tensor, lora: LoraRows | None) -> Tensor:
+    def logits(self, hidden: Tensor, lora: AnyRows | None) -> Tensor:
         """[N, hidden] -> [N, vocab], float32."""
         return linear(hidden.to(self.compute_dtype), self.head, lora, "lm_head").float()
 
@@ -334,37 +253,31 @@ class Transformer:
     def _frequencies(self) -> Tensor:
         return torch.tensor(self.shape.rope.inverse_frequencies, device=self.device)
 
-    def _turn(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _turn(self, positions: Tensor) -> Turn:
         angles = (positions.to(torch.float32)[:, None] * self._frequencies)[:, None, :]
         return angles.cos() * self.shape.rope.factor, angles.sin() * self.shape.rope.factor
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return _step(_RmsNorm, x, weight, self._eps, self.compute_dtype)
+    def _add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return add_norm(x, delta, weight, self._eps, self.compute_dtype)
 
     def _layer(
-        self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, lora: LoraRows | None
-    ) -> Tensor:
-        x = x + self._attention(index, self._norm(x, self.layers[index].input_norm), turn, attend, lora)
-        return x + self._mlp(index, self._norm(x, self.layers[index].mlp_norm), lora)
-
-    def _attention(
-        self, index: int, x: Tensor, turn: tuple[Tensor, Tensor], attend: Attend, lora: LoraRows | None
-    ) -> Tensor:
-        layer, shape = self.layers[index], self.shape
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        qkv = linear(x, layer.qkv, lora, f"layers.{index}.qkv_proj")
-        # Queries and keys lie side by side, so that one step norms or turns the heads of both.
-        heads = qkv.view(x.shape[0], -1, shape.head_dim)
-        qk, v = torch.split_with_sizes(heads, [num_rotated, shape.num_kv_heads], dim=1)
-        if layer.qk_norm is not None:
-            qk = self._norm(qk, layer.qk_norm)
-        if index not in shape.no_rope_layers:
-            qk = _step(_Rotate, qk, *turn, self.compute_dtype)
-        q, k = torch.split_with_sizes(qk, [shape.num_heads, shape.num_kv_heads], dim=1)
-        attended = attend(index, q, k, v).reshape(x.shape[0], -1)
-        return linear(attended, layer.output, lora, f"layers.{index}.o_proj")
-
-    def _mlp(self, index: int, x: Tensor, lora: LoraRows | None) -> Tensor:
+        self, index: int, x: Tensor, delta: Tensor | None, turn: Turn, attend: Attend, lora: AnyRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """The residual, and what is still to be added to it: the norm that follows does both in one step."""
         layer = self.layers[index]
-        gate_up = linear(x, layer.gate_up, lora, f"layers.{index}.gate_up_proj")
-        return linear(_step(_GatedSilu, gate_up), layer.down, lora, f"layers.{index}.down_proj")
+        x, normed = self._add_norm(x, delta, layer.input_norm)
+        x, normed = self._add_norm(x, self._attention(index, normed, turn, attend, lora), layer.mlp_norm)
+        return x, mlp(normed, layer.gate_up, layer.down, lora, f"layers.{index}")
+
+    def _attention(self, index: int, x: Tensor, turn: Turn, attend: Attend, lora: AnyRows | None) -> Tensor:
+        q, k, v = self._heads(index, x, turn, lora)
+        attended = attend(index, q, k, v).reshape(x.shape[0], -1)
+        return linear(attended, self.layers[index].output, lora, f"layers.{index}.o_proj")
+
+    def _heads(self, index: int, x: Tensor, turn: Turn, lora: AnyRows | None) -> tuple[Tensor, Tensor, Tensor]:
+        layer, shape, name = self.layers[index], self.shape, f"layers.{index}.qkv_proj"
+        own_turn = None if index in shape.no_rope_layers else turn
+        how = shape.num_heads, shape.num_kv_heads, layer.qk_norm, self._eps, own_turn
+        if lora is None or isinstance(lora, LoraRows):
+            return turn_heads(linear(x, layer.qkv, lora, name).view(x.shape[0], -1, shape.head_dim), *how)
+        return lora.turned_heads(x, layer.qkv, name, *how)

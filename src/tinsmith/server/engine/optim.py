@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import torch
+
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.engine.adapters import Adapter
 from tinsmith.types import AdamParams
@@ -34,6 +36,9 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
 
 def _update(adapter: Adapter, params: AdamParams) -> None:
     adapter.step += 1
+    if adapter.weights.is_cuda:
+        _update_in_one_pass(adapter, params)
+        return
     correction1 = 1 - params.beta1**adapter.step
     correction2 = 1 - params.beta2**adapter.step
     gradient, weights = adapter.gradient, adapter.weights
@@ -42,6 +47,26 @@ def _update(adapter: Adapter, params: AdamParams) -> None:
     denominator = adapter.exp_avg_sq.sqrt().div_(math.sqrt(correction2)).add_(params.eps)
     weights.mul_(1 - params.learning_rate * params.weight_decay)
     weights.addcdiv_(adapter.exp_avg, denominator, value=-params.learning_rate / correction1)
+
+
+def _update_in_one_pass(adapter: Adapter, params: AdamParams) -> None:
+    """The same by torch's kernel for GPUs, which wants the number of the step there as well."""
+    step = torch.full((), float(adapter.step), device=adapter.weights.device)
+    torch._fused_adamw_(
+        [adapter.weights],
+        [adapter.gradient],
+        [adapter.exp_avg],
+        [adapter.exp_avg_sq],
+        [],
+        [step],
+        lr=params.learning_rate,
+        beta1=params.beta1,
+        beta2=params.beta2,
+        weight_decay=params.weight_decay,
+        eps=params.eps,
+        amsgrad=False,
+        maximize=False,
+    )
 
 
 def check_adam_params(params: AdamParams) -> None:

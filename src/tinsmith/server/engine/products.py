@@ -8,6 +8,7 @@ which torch carries along, can keep the blocks instead.
 from __future__ import annotations
 
 import platform
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -27,11 +28,14 @@ class Matrix:
         self._is_packed = _can_pack(weight)
         self._weight = _packed(weight) if self._is_packed else weight
         self._transposed: Tensor | None = None
+        self._has_kernel = weight.is_cuda and find_spec("triton") is not None
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: [T, in] -> [T, out]"""
         if self._is_packed:
             return _multiply(x, self._weight, self.bias)
+        if self._has_kernel and len(x) == 1:
+            return _one_row(x, self._weight, self.bias)
         return functional.linear(x, self._weight, self.bias)
 
     def gradient(self, dy: Tensor) -> Tensor:
@@ -44,6 +48,12 @@ class Matrix:
 
     def plain(self) -> Tensor:
         return self._weight.to_dense() if self._is_packed else self._weight
+
+
+def _one_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    from tinsmith.server.engine.gpu import one_row
+
+    return one_row.product(x, weight, bias)
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.engine.batch import Example, MicroBatch
+from tinsmith.server.engine.batch_losses import BatchLosses, PlacedExample
 from tinsmith.server.engine.custom_graph import CustomLoss
-from tinsmith.server.engine.head import score
-from tinsmith.server.engine.losses import value_and_gradient
+from tinsmith.server.engine.head import Gradient, score
+from tinsmith.server.engine.losses import terms_and_gradient
 from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.transfer import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,47 +44,59 @@ class BadExampleError(Exception):
         self.error = error
 
 
-def run_micro_batch(model: Transformer, batch: MicroBatch, *, recompute: bool) -> dict[int, RowOutput]:
-    """Outputs by the index of the row; gradients are added to the adapters' buffers."""
-    return _Pass(model, batch).run(recompute)
+def run_micro_batch(model: Transformer, batch: MicroBatch, *, recompute: bool) -> Pass:
+    """Start a pass: gradients are added to the adapters' buffers, and `outputs` says what came of it."""
+    started = Pass(model, batch)
+    started.run(recompute)
+    return started
 
 
-class _Pass:
+class Pass:
+    """One micro-batch; on a GPU the host does not wait for it before the outputs are asked for."""
+
     def __init__(self, model: Transformer, batch: MicroBatch) -> None:
         self.model = model
         self.batch = batch
         self.lora = batch.lora
-        self.targets = batch.targets().to(model.device)
         self.placed = list(batch.placed())
-        self.losses = dict.fromkeys((example.index for example in batch.examples), 0.0)
+        self.targets = upload(batch.targets(), model.device)
+        self.logprobs = torch.empty(self.targets.shape, dtype=torch.float32, device=model.device)
+        self.losses = BatchLosses(self._placed(needs_whole_datum=False), self.targets.shape, model.device)
+        self.values: dict[int, float] = {}
         self.metrics: dict[int, dict[str, float]] = {}
 
-    def run(self, recompute: bool) -> dict[int, RowOutput]:
-        tokens, positions = (part.to(self.model.device) for part in (self.batch.tokens(), self.batch.positions()))
+    def run(self, recompute: bool) -> None:
+        tokens, positions = (upload(part, self.model.device) for part in (self.batch.tokens(), self.batch.positions()))
         with torch.set_grad_enabled(self.batch.backward):
             hidden = self.model.hidden(tokens, positions, self.batch.attend, self.lora, recompute=recompute)
         with torch.no_grad():
-            logprobs, dhidden = self._through_head(hidden.detach())
+            dhidden = self._through_head(hidden.detach())
         # Without adapters below the head there is no way back to go.
         if hidden.requires_grad:
             hidden.backward(dhidden)
-        return dict(self._outputs(logprobs.cpu()))
 
-    def _through_head(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [T, K] and, if there is a way back, the gradient of the hidden states."""
-        logprobs = torch.empty(self.targets.shape, dtype=torch.float32, device=hidden.device)
+    def outputs(self) -> dict[int, RowOutput]:
+        """By the index of the row."""
+        for example, value, is_finite in self.losses.values(self._placed(needs_whole_datum=False)):
+            self._note(example, value, is_finite)
+        return dict(self._outputs(self.logprobs.cpu()))
+
+    def _through_head(self, hidden: Tensor) -> Tensor:
+        """The gradient of the hidden states, if there is a way back; the log-probabilities are noted on the way."""
         dhidden = torch.empty_like(hidden)
         for first, last, needs_whole_datum in self._runs():
             rows = slice(first, last)
             score_rows = partial(score, self.model, hidden[rows], self.targets[rows], self.lora.slice(first, last))
             if self.batch.backward and not needs_whole_datum:
-                logprobs[rows], dhidden[rows] = score_rows(partial(self._gradient, first))
+                gradient = partial(_of_rows, self.losses.gradient, first)
+                self.logprobs[rows], dhidden[rows] = score_rows(gradient)
                 continue
-            logprobs[rows], _ = score_rows(None)
-            gradient = self._gradient(first, 0, last - first, logprobs[rows])
+            self.logprobs[rows], _ = score_rows(None)
+            compute = self._gradient if needs_whole_datum else self.losses.gradient
+            whole = compute(first, last, self.logprobs[rows])
             if self.batch.backward:
-                _, dhidden[rows] = score_rows(partial(_part_of, gradient))
-        return logprobs, dhidden
+                _, dhidden[rows] = score_rows(partial(_part_of, whole))
+        return dhidden
 
     def _runs(self) -> Iterator[tuple[int, int, bool]]:
         """Neighbouring examples that take the same number of passes through the head: first row, row after, which."""
@@ -90,50 +104,59 @@ class _Pass:
             members = list(run)
             yield members[0][0], members[-1][1], needs_whole_datum
 
-    def _gradient(self, first: int, start: int, end: int, logprobs: Tensor) -> Tensor:
-        """The gradient of the losses of rows first + start to first + end, whose sums are noted on the way."""
+    def _placed(self, *, needs_whole_datum: bool) -> Iterator[PlacedExample]:
+        return (placed for placed in self.placed if placed[2].needs_whole_datum == needs_whole_datum)
+
+    def _gradient(self, start: int, end: int, logprobs: Tensor) -> Tensor:
+        """The gradient of the losses of rows start to end, which need the whole datum; on the host."""
         logprobs = logprobs.to("cpu", torch.float64)
         gradient = torch.zeros_like(logprobs)
-        start, end = first + start, first + end
-        for begin, stop, example in self.placed:
-            low, high = max(begin, start), min(stop, end)
-            if low < high:
-                part = slice(low - start, high - start), slice(example.targets.shape[1])
-                gradient[part] = self._of_example(example, low - begin, high - begin, logprobs[part])
+        for begin, stop, example in self._placed(needs_whole_datum=True):
+            if start <= begin < end:
+                part = slice(begin - start, stop - start), slice(example.targets.shape[1])
+                gradient[part] = self._of_example(example, logprobs[part])
         return gradient
 
-    def _of_example(self, example: Example, start: int, end: int, logprobs: Tensor) -> Tensor:
+    def _of_example(self, example: Example, logprobs: Tensor) -> Tensor:
         try:
             if isinstance(example.loss, CustomLoss):
                 shaped = logprobs.view(example.target_shape)
                 value, self.metrics[example.index], gradient = example.loss.run(shaped, example.inputs)
                 gradient = gradient.view(logprobs.shape)
             else:
-                inputs = {name: values[start:end] for name, values in example.inputs.items()}
-                value, gradient = value_and_gradient(example.loss, logprobs, inputs, example.config)
-            _check_finite(value, gradient)
+                terms, gradient = terms_and_gradient(example.loss, logprobs, example.inputs, example.config)
+                value = float(terms.sum())
         except InvalidInputError as error:
             raise BadExampleError(example, error) from error
-        self.losses[example.index] += value
+        self._note(example, value, bool(gradient.isfinite().all()))
         return gradient
+
+    def _note(self, example: Example, value: float, is_finite: bool) -> None:
+        if not (is_finite and math.isfinite(value)):
+            raise BadExampleError(example, _not_finite(value))
+        self.values[example.index] = value
 
     def _outputs(self, logprobs: Tensor) -> Iterator[tuple[int, RowOutput]]:
         for start, end, example in self.placed:
             own = logprobs[start:end, : example.targets.shape[1]].reshape(example.target_shape)
             index = example.index
-            yield index, RowOutput(own.numpy().copy(), self.losses[index], self.metrics.get(index, {}))
+            yield index, RowOutput(own.numpy().copy(), self.values[index], self.metrics.get(index, {}))
+
+
+def _of_rows(gradient: Gradient, first: int, start: int, end: int, logprobs: Tensor) -> Tensor:
+    """A part of a run of rows, as a part of the batch."""
+    return gradient(first + start, first + end, logprobs)
 
 
 def _part_of(gradient: Tensor, start: int, end: int, logprobs: Tensor) -> Tensor:
     return gradient[start:end]
 
 
-def _check_finite(value: float, gradient: Tensor) -> None:
-    if not (math.isfinite(value) and bool(gradient.isfinite().all())):
-        raise InvalidInputError(
-            f"The loss of a datum is {value}, or its gradient is not finite, so the datum was left out. Check that its "
-            "logprobs are those of the target tokens, and its weights and advantages of moderate size; if the model "
-            "itself has diverged, load an earlier checkpoint and lower the learning rate.",
-            field="loss",
-            value=value,
-        )
+def _not_finite(value: float) -> InvalidInputError:
+    return InvalidInputError(
+        f"The loss of a datum is {value}, or its gradient is not finite, so the datum was left out. Check that its "
+        "logprobs are those of the target tokens, and its weights and advantages of moderate size; if the model "
+        "itself has diverged, load an earlier checkpoint and lower the learning rate.",
+        field="loss",
+        value=value,
+    )

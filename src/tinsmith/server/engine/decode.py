@@ -1,0 +1,42 @@
+"""A decode step, operation by operation: what any device can do. A GPU has a decoder of its own."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from tinsmith.server.engine.kv_cache import KvPool
+from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.paged_attention import CALL_COST_TOKENS, PagedDecode
+from tinsmith.server.engine.running import Batch, Outcome
+
+
+class PlainDecoder:
+    """Computes a step and waits for it."""
+
+    is_behind = False
+    max_rows = sys.maxsize
+    call_cost_tokens = CALL_COST_TOKENS
+
+    def __init__(self, model: Transformer, pool: KvPool) -> None:
+        self.model = model
+        self.pool = pool
+
+    def step(self, batch: Batch) -> Outcome | None:
+        if not batch.rows:
+            return None
+        positions = np.array([row.num_cached for row in batch.rows])
+        tables = [row.table for row in batch.rows if row.table is not None]
+        slots = np.array([table.slots[position] for table, position in zip(tables, positions, strict=True)])
+        runs = [table.runs(position + 1) for table, position in zip(tables, positions.tolist(), strict=True)]
+        tokens = np.array([row.tokens[-1] for row in batch.rows])
+        attend = PagedDecode(self.pool, self._tensor(slots), runs)
+        hidden = self.model.hidden(self._tensor(tokens), self._tensor(positions), attend, batch.lora)
+        return Outcome(batch, batch.draw(self.model.logits(hidden, batch.lora)))
+
+    def _tensor(self, array: npt.NDArray[np.integer[npt.NBitBase]]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.model.device)

@@ -1,0 +1,10 @@
+"""Triton reads at import whether to interpret."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
