@@ -2,11 +2,13 @@
 # make test  sets up .venv and runs every check; make fix formats; make clean removes what these made.
 # make chaos kills servers at work, 250 times in about half an hour, and sees that nothing is lost.
 # make fuzz  sends a server over 100,000 requests that are wrong in every way, and sees that it stands.
+# make load  lets 1,000 clients, 10,000 samples and 50 trainings loose on a server, and looks at what each gets.
+# make soak  keeps a server busy for an hour and sees that nothing grows.
 # make docs  builds the documentation as a site in build/site.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check fix chaos fuzz docs clean
+.PHONY: demo test check fix chaos fuzz load soak docs clean
 
 demo: .venv/local
 	$(BIN)/python examples/demo.py
@@ -31,6 +33,12 @@ fuzz: .venv/ready build/fuzz/ready
 	$(BIN)/python -m tests.fuzz
 	$(BIN)/python -m tests.fuzz --postgres --inputs 20000 --real 0
 	$(BIN)/python -m tests.fuzz.openapi build/fuzz/bin/schemathesis
+
+load: .venv/ready
+	$(BIN)/python -m tests.load
+
+soak: .venv/ready
+	$(BIN)/python -m tests.load.soak --minutes 60
 
 docs: .venv/docs
 	$(BIN)/zensical build --strict --clean

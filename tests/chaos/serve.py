@@ -1,10 +1,13 @@
-"""`tinsmith` as it is, with workers that write snapshots often (`worker.py`)."""
+"""`tinsmith` as it is, but models are written down after half a second of work, so that kills meet snapshots too."""
 
 from __future__ import annotations
+
+import sys
 
 from tinsmith.cli import main
 from tinsmith.server import keeper
 
 if __name__ == "__main__":
     keeper.WORKER_MODULE = "tests.chaos.worker"
+    sys.argv.append("--replay-bound=0.5")
     main()

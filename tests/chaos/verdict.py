@@ -16,8 +16,9 @@ from safetensors.numpy import load_file
 from tests.chaos.ledger import Round, program_of
 from tests.chaos.victim import Victim
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.snapshots import snapshot_path
+from tinsmith.server.snapshots import is_needed
 from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.records import Snapshots
 from tinsmith.server.store.schema import jobs, models
 
 TOLERANCE = 1e-5
@@ -102,20 +103,16 @@ def check_leftovers(victim: Victim) -> list[str]:
     complaints = [f"process {pid} is still there" for pid in victim.left_over()]
     strange = [path for path in victim.state.rglob("*") if path.name.startswith((".unfinished", ".replaced", ".tmp"))]
     strange += [path for path in victim.state.iterdir() if path.name.endswith(("-wal", "-shm"))]
-    strange += sorted(_snapshots(victim.state) - _known_snapshots(victim.state, victim.database))
+    strange += _unknown_snapshots(victim.state, victim.database)
     return complaints + [f"{path} is still there" for path in strange]
 
 
-def _snapshots(state: Path) -> set[Path]:
-    return set((state / "snapshots").glob("*/*/*"))
-
-
-def _known_snapshots(state: Path, database: str) -> set[Path]:
-    rows = _rows(database, sa.select(models.c.model_id, models.c.snapshot_seq))
-    folders = CheckpointFolders(state / "snapshots")
-    return {
-        folders.folder(snapshot_path(row.model_id, row.snapshot_seq)) for row in rows if row.snapshot_seq is not None
-    }
+def _unknown_snapshots(state: Path, database: str) -> list[Path]:
+    columns = (models.c.snapshot_seq.label("last"), models.c.previous_snapshot_seq.label("previous"))
+    rows = _rows(database, sa.select(models.c.model_id, *columns))
+    known = {row.model_id.replace(":", "_"): Snapshots(last=row.last, previous=row.previous) for row in rows}
+    found = (state / "snapshots").glob("*/*/*")
+    return sorted(folder for folder in found if not is_needed(folder.name, known[folder.parent.parent.name]))
 
 
 def _rows(database: str, query: sa.Select[Any]) -> list[Row]:

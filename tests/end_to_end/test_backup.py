@@ -75,7 +75,8 @@ def test_a_copy_taken_while_the_server_works_is_a_server_of_that_moment(
             tinsmith.ServiceClient(base_url=restored.url, api_key=KEY) as client,
         ):
             saved = client.rest.list_user_checkpoints(limit=1000).result(60).checkpoints
-            assert len(saved) == json.loads(made.stdout)["checkpoints"] > 0
+            # A save that was accepted at that moment, and not done yet, is done by the copy.
+            assert len(saved) >= json.loads(made.stdout)["checkpoints"] > 0
             for checkpoint in saved[:3]:
                 trainer = client.create_training_client_from_state_with_optimizer(checkpoint.tinker_path)
                 assert loss(trainer) == pytest.approx(losses[checkpoint.checkpoint_id.partition("/")[2]], rel=1e-5)

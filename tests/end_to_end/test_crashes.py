@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +14,12 @@ import tinsmith
 from tests.compat.runner import Runner
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import KEY, ServerProcess, wait_until
+from tinsmith.server.checkpoints import CheckpointFolders
 
 MODEL = "tiny/model-1"
 STEPS = range(40)
 RESULT_SECONDS = 90.0
+STEP = tinsmith.AdamParams(learning_rate=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -124,9 +127,91 @@ def test_a_stopped_server_goes_on_where_it_was(
     assert losses(futures) == pytest.approx(undisturbed, rel=1e-5)
 
 
+def half(model: Any) -> list[float]:
+    """Three steps, and a gradient that no step has used."""
+    found = [model.forward_backward([sentence(tinsmith, step)], "cross_entropy") for step in range(3)]
+    model.optim_step(STEP)
+    found += [model.forward_backward([sentence(tinsmith, step)], "cross_entropy") for step in range(3, 5)]
+    return losses(found)
+
+
+def rest(model: Any) -> str:
+    """Uses the gradient and all that the optimizer knows; the path of what comes out."""
+    model.optim_step(STEP)
+    model.forward_backward([sentence(tinsmith, 9)], "cross_entropy")
+    model.optim_step(STEP)
+    path: str = model.save_state("end").result(timeout=RESULT_SECONDS).path
+    return path
+
+
+def saved_bytes(server: ServerProcess, path: str) -> dict[str, bytes]:
+    """Weights and optimizer of a checkpoint."""
+    folder = CheckpointFolders(server.state / "checkpoints").folder(path)
+    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+
+
+def replayed(server: ServerProcess, model_id: str) -> list[int]:
+    """How many operations were done again each time that a model was built again."""
+    return [
+        int(count) for count in re.findall(rf"Rebuilt {model_id} in \S+ s: replayed (\d+) operations", server.log())
+    ]
+
+
+def test_a_stopped_server_has_nothing_to_do_again_and_goes_on_to_the_last_bit(
+    frail: ServerProcess, client: tinsmith.ServiceClient
+) -> None:
+    whole, cut = new_model(client), new_model(client)
+    assert half(whole) == half(cut)
+    expected = saved_bytes(frail, rest(whole))
+    assert frail.terminate() == 0
+    frail.start()
+    found = saved_bytes(frail, rest(cut))
+    assert found == expected
+    assert expected.keys() == {"adapter_model.safetensors", "optimizer.safetensors"}
+    assert replayed(frail, cut.model_id) == [0]
+
+
+def test_damage_on_the_disk_costs_time_if_a_snapshot_is_whole_and_else_one_model(
+    frail: ServerProcess, client: tinsmith.ServiceClient
+) -> None:
+    whole, hurt, lost = (new_model(client) for _ in range(3))
+    for model in (whole, hurt, lost):
+        half(model)
+    expected = saved_bytes(frail, rest(whole))
+    assert frail.terminate() == 0
+    frail.start()
+    kept = lost.save_state("kept").result(timeout=RESULT_SECONDS).path
+    half(lost)
+    assert frail.terminate() == 0
+    (snapshot,) = snapshots(frail, hurt)
+    flip_a_bit(snapshot)
+    for snapshot in snapshots(frail, lost):
+        flip_a_bit(snapshot)
+    frail.start()
+    with pytest.raises(tinsmith.RequestFailedError, match=f"from its last checkpoint, {kept}"):
+        lost.optim_step(STEP).result(timeout=RESULT_SECONDS)
+    assert saved_bytes(frail, rest(hurt)) == expected
+    assert replayed(frail, hurt.model_id) == [6]
+    runs = {run.training_run_id: run.corrupted for run in client.rest.iter_training_runs()}
+    assert [runs[model.model_id] for model in (whole, hurt, lost)] == [False, False, True]
+    losses([new_model(client).forward_backward([sentence(tinsmith, 1)], "cross_entropy")])
+
+
+def snapshots(server: ServerProcess, model: Any) -> list[Path]:
+    folder = server.state / "snapshots" / model.model_id.replace(":", "_") / "weights"
+    return [each for each in folder.iterdir() if each.name.isdigit()]
+
+
+def flip_a_bit(folder: Path) -> None:
+    file = folder / "optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+
+
 def _running(server: ServerProcess, kind: str) -> int:
     """How many jobs of a kind the worker has claimed."""
-    return _metric(server, "tinsmith_jobs{", f'kind="{kind}"', 'state="running"')
+    return _metric(server, "tinsmith_jobs{", f'operation="{kind}"', 'state="running"')
 
 
 def _count(server: ServerProcess, endpoint: str) -> int:

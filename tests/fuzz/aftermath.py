@@ -25,10 +25,12 @@ _MAKERS: Mapping[str, tuple[str, ...]] = {
     "results": _FUTURES,
     "streams": _FUTURES,
     "checkpoints": (*_SAVES, "copy_weights"),
-    "audit": ("training_runs", "copy_weights"),
     "keys": (),
 }
-"""By table: parts of the paths of endpoints that add a row, at most one for each request that is accepted."""
+"""By table: parts of the paths of endpoints that add a row, at most one for each request that is accepted.
+
+Not the audit trail, which holds what was refused as well, and is bounded by a quota.
+"""
 
 _WITH_OWNERS = (sessions, models, samplers, checkpoints)
 

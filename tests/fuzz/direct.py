@@ -50,6 +50,7 @@ async def direct(state: Path, database: str = "") -> AsyncIterator[Send]:
         max_body_bytes=8 * _MIB,
         max_decompressed_bytes=16 * _MIB,  # so that bombs are cheap for us, too
         max_json_bytes=4 * _MIB,
+        max_paperwork_bytes=2**20 * _MIB,
     )
     store = Store(config.database_url)
     workers = ToyWorkers(store, CheckpointFolders(config.checkpoints), MODELS)

@@ -266,8 +266,7 @@ def _file(world: World, random: Random) -> Draft:
 
 def _trace(world: World, random: Random) -> Draft:
     path, _, query = world.files[-1].partition("?")
-    _, _, _, _, session_id, owner = path.split("/", 5)
-    return Draft(parts={"session_id": session_id, "owner:path": owner}, query=_pairs(query))
+    return Draft(parts={"session_id": path.rpartition("/")[2]}, query=_pairs(query))
 
 
 def _pairs(query: str) -> dict[str, str]:
@@ -295,7 +294,7 @@ DRAFTS: Mapping[str, Make] = {
     "GET /api/v1/sessions/{session_id}": _session(),
     "PUT /api/v1/sessions/{session_id}/project": _session({"project_id": "project"}),
     "GET /api/v1/sessions/{session_id}/trace_export": _session(),
-    "GET /api/v1/traces/{session_id}/{owner:path}": _trace,
+    "GET /api/v1/traces/{session_id}": _trace,
     "POST /api/v1/create_model": _create_model,
     "POST /api/v1/get_info": _about(model_id=lambda world: world.models[0]),
     "POST /api/v1/unload_model": _about(model_id=lambda world: world.models[-1]),

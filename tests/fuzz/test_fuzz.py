@@ -70,7 +70,7 @@ def test_an_input_can_be_repeated_by_its_seed_and_number() -> None:
 def _cases(world: World) -> list[Case]:
     world.session_id, world.losses = "s", ["s:loss:0"]
     world.models, world.samplers, world.spare_sessions, world.doomed = ["s:train:0"], ["s:sample:0"], ["t"], ["d"]
-    world.files = ["/api/v1/files/s:train:0/external_weights/kept/a?expires=1&signature=x", "/api/v1/traces/s/me?a=b"]
+    world.files = ["/api/v1/files/s:train:0/external_weights/kept/a?expires=1&signature=x", "/api/v1/traces/s?a=b"]
     world.request_ids = ["s:train:0:0", "s:train:0:1"]
     world.foreign = {"session_id": "o", "path": "tinker://o/weights/x"}
     return [case(world, Random(f"1:{index}")) for index in range(100)]

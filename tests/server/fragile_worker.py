@@ -10,7 +10,8 @@ from typing import Any
 
 from tinsmith.server import worker_process
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.generate import Generator, SampleWork
+from tinsmith.server.engine.generate import Generator
+from tinsmith.server.engine.running import SampleWork
 
 EXITS, CRASHES, IS_KILLED, HANGS_ONCE = 91, 92, 93, 94
 """Tokens that end the worker: by leaving, by a crash of native code, as when the memory is full, and by waiting for

@@ -66,13 +66,33 @@ def test_a_copy_survives_the_deletion_of_its_source(tmp_path: Path) -> None:
     assert {name: file.read_text() for name, file in folders.files(copy).items()} == {"a.txt": "x", "sub/b.txt": "x"}
 
 
+def test_a_run_without_checkpoints_leaves_no_folder_behind(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    folders = CheckpointFolders(root)
+    others = [f"tinker://session-1:train:0/{kind}/other" for kind in ("weights", "sampler_weights")]
+    for path in (PATH, *others):
+        write(folders, "x", path)
+    folders.delete(PATH)
+    assert all(map(folders.exists, others))
+    for path in others:
+        folders.delete(path)
+    assert list(root.iterdir()) == []
+
+
 def test_an_archive_holds_every_file(tmp_path: Path) -> None:
     folders = CheckpointFolders(tmp_path)
     write(folders, "x")
-    out = io.BytesIO()
-    folders.write_archive(PATH, out)
-    with tarfile.open(fileobj=io.BytesIO(out.getvalue())) as archive:
-        assert archive.getnames() == ["a.txt", "sub/b.txt"]
+    long = f"{'n' * 90}/{'m' * 120}.txt"
+    (folders.folder(PATH) / long).parent.mkdir()
+    (folders.folder(PATH) / long).write_bytes(bytes(5_000_000))
+    archive = folders.archive(PATH)
+    folders.delete(PATH)
+    content = b"".join(archive)
+    assert len(content) == archive.size_bytes
+    with tarfile.open(fileobj=io.BytesIO(content)) as read:
+        assert read.getnames() == ["a.txt", long, "sub/b.txt"]
+        assert read.extractfile("sub/b.txt").read() == b"x"  # type: ignore[union-attr]
+        assert read.extractfile(long).read() == bytes(5_000_000)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", ".hidden", "a\0b", "ä", "a b", "x" * 129, "-x"])

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
+from tests.end_to_end.serving import wait_until
 from tests.server.workbench import Workbench
-from tinsmith.server import live_models
+from tinsmith.server import live_models, trainer
 from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.engine.adapters import AdapterSpec
 from tinsmith.server.live_models import LiveModels
-from tinsmith.server.snapshots import snapshot_path, tidy_snapshots
 from tinsmith.server.store.records import Failed, Job
 from tinsmith.server.trainer import Trainer
 
@@ -27,15 +28,21 @@ def constant(monkeypatch: pytest.MonkeyPatch) -> Constants:
 
 
 @pytest.fixture
-def always(constant: Constants) -> None:
-    """A snapshot after every operation, however quick."""
-    constant("SNAPSHOT_SECONDS", 0.0)
+def always(bench: Workbench, constant: Constants) -> None:
+    """A snapshot after every operation that changes the model, however quick."""
+    bench.replay_bound(0.0)
     constant("WRITING_SHARE", float("inf"))
 
 
 def snapshots(bench: Workbench) -> list[str]:
-    root = Path(bench.settings.state) / "snapshots"
-    return sorted(folder.name for folder in root.glob("s_train_0/weights/*"))
+    return sorted(folder.name for folder in (bench.state / "snapshots").glob("s_train_0/weights/*"))
+
+
+def replayed(bench: Workbench) -> int:
+    """How many operations were done again since this was asked last."""
+    count = sum(each.total for each in bench.replays if each.replayed == each.total)
+    bench.replays.clear()
+    return count
 
 
 def uninterrupted(bench: Workbench, steps: range) -> list[float]:
@@ -49,24 +56,60 @@ def test_a_model_goes_on_from_its_snapshot_and_its_data_are_forgotten(bench: Wor
     with bench.worker():
         expected = uninterrupted(bench, range(1, 9))
         losses = bench.losses(bench.train(MODEL, range(1, 6)))  # ends with a gradient that no step has used
-    assert snapshots(bench) == ["5"]
-    assert bench.store.jobs.history(MODEL, -1, 100) == []
+    assert snapshots(bench) == ["4", "5"]
+    assert [job.seq_id for job in bench.store.jobs.history(MODEL, -1, 100)] == [5]
     with bench.worker():
         bench.result(bench.step(MODEL, 6))
         losses += bench.losses(bench.train(MODEL, range(7, 9)))
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert snapshots(bench) == ["8"]
+    assert losses == expected
+    assert snapshots(bench) == ["7", "8"]
+    assert replayed(bench) == 0
 
 
-def test_a_snapshot_is_written_when_building_again_would_take_long(bench: Workbench, constant: Constants) -> None:
+def test_snapshots_are_written_when_the_work_in_none_exceeds_the_bound(bench: Workbench, constant: Constants) -> None:
+    """That of all models together: what is lost with a worker is all done again by the next one."""
+    constant("WRITING_SHARE", float("inf"))
+    with bench.worker():
+        for number in range(3):
+            bench.losses(bench.train(bench.create(f"s:train:{number}"), range(1, 4)))
+    assert len(bench.store.models.snapshots()) == 3, "at the end, not before"
+    bench.replay_bound(1e-9)
+    with bench.worker():
+        bench.result(bench.step("s:train:1", 4))
+        bench.result(bench.step("s:train:2", 4))
+    kept = bench.store.models.snapshots()
+    assert [kept[f"s:train:{number}"].last for number in range(3)] == [3, 4, 4]
+
+
+def test_snapshots_take_a_small_share_of_the_time(bench: Workbench, constant: Constants) -> None:
+    bench.replay_bound(0.0)
+    constant("WRITING_SHARE", 1e-9)
+    bench.create(MODEL)
+    with bench.worker():
+        bench.losses(bench.train(MODEL, range(1, 10)))
+        assert snapshots(bench) == ["1"], "the first one told what it takes"
+
+
+@pytest.mark.usefixtures("always")
+def test_a_model_that_has_not_changed_is_not_written(bench: Workbench) -> None:
     bench.create(MODEL)
     with bench.worker():
         bench.losses(bench.train(MODEL, range(1, 4)))
-        assert snapshots(bench) == []
-        constant("SNAPSHOT_SECONDS", 0.0)
-        bench.result(bench.step(MODEL, 4))
-        bench.losses(bench.train(MODEL, range(5, 6)))
-    assert snapshots(bench) in (["4"], ["5"])
+        bench.losses([bench.data(MODEL, 4, forward_only=True)])
+        bench.save(MODEL, 5, "kept")
+    assert snapshots(bench) == ["2", "3"]
+    assert [job.seq_id for job in bench.store.jobs.history(MODEL, -1, 100)] == [3], "nor are its data kept"
+
+
+def test_a_model_that_nobody_uses_for_a_while_is_written_but_stays(bench: Workbench, constant: Constants) -> None:
+    constant("SETTLED_SECONDS", -1.0)
+    constant("WORTH_SECONDS", 0.0)
+    bench.create(MODEL)
+    with bench.worker():
+        bench.losses(bench.train(MODEL, range(1, 4)))
+        wait_until(lambda: snapshots(bench)[-1:] == ["3"], 30, "it was not written")
+        bench.losses([bench.data(MODEL, 4, forward_only=True)])
+    assert bench.replays == []
 
 
 def test_a_model_that_nobody_uses_leaves_the_memory_and_comes_back(bench: Workbench, constant: Constants) -> None:
@@ -78,17 +121,20 @@ def test_a_model_that_nobody_uses_leaves_the_memory_and_comes_back(bench: Workbe
         for seq_id in range(1, 7, 2):
             losses += bench.losses([bench.data(MODEL, seq_id, first=seq_id)])
             bench.result(bench.step(MODEL, seq_id + 1))
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert snapshots(bench) == ["6"]
+    assert losses == expected
+    assert snapshots(bench)[-1] == "6"
+    assert replayed(bench) == 0
 
 
-def test_a_worker_that_ends_in_peace_leaves_little_to_do_again(bench: Workbench, constant: Constants) -> None:
-    constant("WORTH_SECONDS", 0.0)
+def test_a_worker_that_ends_in_peace_leaves_nothing_to_do_again(bench: Workbench) -> None:
     bench.create(MODEL)
     with bench.worker():
-        bench.losses(bench.train(MODEL, range(1, 4)))
+        bench.losses(bench.train(MODEL, range(1, 4)))  # ends with a gradient that no step has used
         assert snapshots(bench) == []
     assert snapshots(bench) == ["3"]
+    with bench.worker():
+        bench.result(bench.step(MODEL, 4))
+    assert replayed(bench) == 0
 
 
 @pytest.mark.usefixtures("always")
@@ -98,8 +144,9 @@ def test_a_copy_of_an_earlier_state_outlives_the_data_it_was_made_from(bench: Wo
         bench.train(MODEL, range(1, 5))
         sampler_id = msgspec.json.decode(bench.result(bench.copy(MODEL, 5)))["sampling_session_id"]
         before = bench.tokens(bench.sample(sampler_id, 0, max_tokens=10, temperature=0.5))
-        bench.losses([bench.data(MODEL, 6)])
-    assert bench.store.jobs.history(MODEL, -1, 100) == []
+        for seq_id in (6, 7):
+            bench.losses([bench.data(MODEL, seq_id)])
+    assert [job.seq_id for job in bench.store.jobs.history(MODEL, -1, 100)] == [7]
     with bench.worker():
         assert bench.tokens(bench.sample(sampler_id, 1, max_tokens=10, temperature=0.5)) == before
 
@@ -109,26 +156,27 @@ def test_a_copy_that_was_lost_with_its_worker_outlives_the_next_snapshot(bench: 
     bench.create(MODEL)
     with bench.worker():
         bench.losses(bench.train(MODEL, range(1, 4)))
-        constant("SNAPSHOT_SECONDS", 1e9)
+        constant("WRITING_SHARE", 1e-9)
         sampler_id = msgspec.json.decode(bench.result(bench.copy(MODEL, 4)))["sampling_session_id"]
         before = bench.tokens(bench.sample(sampler_id, 0, max_tokens=10, temperature=0.5))
-    assert snapshots(bench) == ["3"]
-    constant("SNAPSHOT_SECONDS", 0.0)
+    assert snapshots(bench) == ["2", "3"]
+    constant("WRITING_SHARE", float("inf"))
     with bench.worker():
-        bench.losses([bench.data(MODEL, 5)])
-    assert snapshots(bench) == ["5"]
+        bench.losses([bench.data(MODEL, 5), bench.data(MODEL, 6)])
+        bench.losses([bench.data(MODEL, 7)])
+    assert bench.store.jobs.history(MODEL, -1, 100)[0].seq_id > 4
     with bench.worker():
         assert bench.tokens(bench.sample(sampler_id, 1, max_tokens=10, temperature=0.5)) == before
 
 
 @pytest.mark.usefixtures("always")
 def test_no_snapshot_is_written_while_a_copy_of_an_earlier_state_cannot_be(bench: Workbench) -> None:
-    (Path(bench.settings.state) / "samplers").write_text("in the way")
+    (bench.state / "samplers").write_text("in the way")
     bench.create(MODEL)
     with bench.worker():
         bench.result(bench.copy(MODEL, 1))
         bench.losses([bench.data(MODEL, 2)])
-    assert snapshots(bench) == ["0"]
+    assert snapshots(bench) == []
 
 
 def test_a_model_whose_creation_failed_says_so(bench: Workbench) -> None:
@@ -141,22 +189,6 @@ def test_a_model_whose_creation_failed_says_so(bench: Workbench) -> None:
     assert "it was never made: tinker://s:train:9/weights/gone does not exist any more. Make a new" in failed.error
 
 
-@pytest.mark.usefixtures("always")
-def test_a_model_whose_snapshot_is_gone_is_given_up_for_good(bench: Workbench) -> None:
-    bench.create(MODEL)
-    with bench.worker():
-        bench.losses(bench.train(MODEL, range(1, 4)))
-    shutil.rmtree(Path(bench.settings.state) / "snapshots")
-    with bench.worker():
-        outcomes = [bench.outcome(bench.step(MODEL, 4)), bench.outcome(bench.data(MODEL, 5))]
-    for outcome in outcomes:
-        assert isinstance(outcome, Failed)
-        assert "cannot go on: its snapshot cannot be read" in outcome.error
-    model = bench.store.models.get(MODEL, "ann")
-    assert model is not None
-    assert "its snapshot cannot be read" in str(model.corrupted)
-
-
 def test_a_checkpoint_that_was_loaded_may_be_deleted(bench: Workbench) -> None:
     bench.create(MODEL)
     with bench.worker():
@@ -164,27 +196,9 @@ def test_a_checkpoint_that_was_loaded_may_be_deleted(bench: Workbench) -> None:
         path = bench.save(MODEL, 5, "kept")
         expected = bench.losses([bench.data(MODEL, 6)])
         bench.result(bench.load(MODEL, 7, path, optimizer=True))
-    shutil.rmtree(Path(bench.settings.state) / "checkpoints")
+    shutil.rmtree(bench.state / "checkpoints")
     with bench.worker():
         assert bench.losses([bench.data(MODEL, 8)]) == pytest.approx(expected, rel=1e-6)
-
-
-def test_a_checkpoint_that_was_loaded_may_be_overwritten_even_if_the_worker_died_right_after(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench.create(MODEL)
-    with monkeypatch.context() as killed, bench.worker():
-        killed.setattr(LiveModels, "_write", lambda *_: False)  # it did not come so far
-        bench.train(MODEL, range(1, 5))
-        path = bench.save(MODEL, 5, "latest")
-        bench.result(bench.load(MODEL, 6, path, optimizer=True))
-    assert snapshots(bench) == []
-    with bench.worker():
-        bench.train(MODEL, range(7, 11))
-        bench.save(MODEL, 11, "latest", overwrite=True)
-        expected = bench.losses([bench.data(MODEL, 12)])
-    with bench.worker():
-        assert bench.losses([bench.data(MODEL, 13)]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_load_that_was_written_down_but_not_told_is_not_done_again(
@@ -202,7 +216,7 @@ def test_a_load_that_was_written_down_but_not_told_is_not_done_again(
         load = bench.load(MODEL, 9, path, optimizer=False)
         bench.wait_for_its_death()
         bench.died_of = None
-    CheckpointFolders(Path(bench.settings.state) / "checkpoints").delete(path)
+    CheckpointFolders(bench.state / "checkpoints").delete(path)
     with bench.worker():
         bench.result(load)
         assert bench.losses([bench.data(MODEL, 10)]) == pytest.approx(expected, rel=1e-6)
@@ -218,9 +232,7 @@ def test_a_load_that_fails_halfway_leaves_the_model_as_it_was(bench: Workbench) 
     bench.create(MODEL)
     with bench.worker():
         path = bench.save(MODEL, 1, "early")
-        (
-            Path(bench.settings.state) / "checkpoints" / "s_train_0" / "weights" / "early" / "optimizer.safetensors"
-        ).unlink()
+        (bench.state / "checkpoints" / "s_train_0" / "weights" / "early" / "optimizer.safetensors").unlink()
         bench.train(MODEL, range(3, 5))
         bench.data(MODEL, 2)
         expected = bench.losses([bench.data(MODEL, 5)])
@@ -230,19 +242,56 @@ def test_a_load_that_fails_halfway_leaves_the_model_as_it_was(bench: Workbench) 
 
 @pytest.mark.usefixtures("always")
 def test_without_room_on_the_disk_training_goes_on(bench: Workbench) -> None:
-    (Path(bench.settings.state) / "snapshots").write_text("in the way")
+    (bench.state / "snapshots").write_text("in the way")
     bench.create(MODEL)
     with bench.worker():
         bench.losses(bench.train(MODEL, range(1, 5)))
     assert len(bench.store.jobs.history(MODEL, -1, 100)) == 5
 
 
-def test_what_a_killed_process_left_of_snapshots_is_removed(tmp_path: Path) -> None:
-    for run, name in (("s_train_0", "7"), ("s_train_0", "6"), ("s_train_0", ".unfinished-x"), ("s_train_1", "3")):
-        (tmp_path / run / "weights" / name).mkdir(parents=True)
-    tidy_snapshots(tmp_path, {MODEL: 7})
-    assert [folder.relative_to(tmp_path).as_posix() for folder in tmp_path.glob("*/weights/*")] == [
-        "s_train_0/weights/7"
-    ]
-    assert [folder.name for folder in tmp_path.iterdir()] == ["s_train_0"]
-    assert snapshot_path(MODEL, 7) == "tinker://s:train:0/weights/7"
+ROOM = 2  # models that fit into memory
+
+
+@pytest.fixture
+def small_memory(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many models were in memory after each step."""
+    adapter = bench.engine.create_adapter(AdapterSpec(rank=2, seed=1))
+    room = ROOM * 4 * adapter.weights.nbytes
+    monkeypatch.setattr(trainer, "available_memory", lambda: room / trainer.SHARE_OF_MEMORY)
+    counts: list[int] = []
+    real = LiveModels.finished
+
+    def counted(self: LiveModels, *step: Any) -> None:
+        real(self, *step)
+        counts.append(len(self))
+
+    monkeypatch.setattr(LiveModels, "finished", counted)
+    return counts
+
+
+def test_many_more_models_than_fit_are_trained_in_turn(
+    bench: Workbench, small_memory: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.engine, "train_token_budget", 1)  # one operation at a time, of whoever had the least
+    models = [bench.create(f"s:train:{number}") for number in range(8)]
+    jobs = [bench.train(model, range(1, 8)) for model in models]
+    with bench.worker():
+        losses = [bench.losses(each) for each in jobs]
+        expected = bench.losses(bench.train(bench.create("s:train:9"), range(1, 8)))
+    assert max(small_memory) == ROOM
+    assert losses == [expected] * 8
+    assert replayed(bench) == 0, "each came back as it was"
+
+
+def test_a_batch_with_more_models_than_fit_is_done_in_parts(bench: Workbench, small_memory: list[int]) -> None:
+    models = [bench.create(f"s:train:{number}") for number in range(5)]
+    with bench.worker():
+        for model in models:
+            bench.result(bench.data(model, 1))
+    jobs = [bench.data(model, 2, first=9) for model in models]  # before there is a worker, so that they meet
+    with bench.worker():
+        first, *others = bench.losses(jobs)
+        steps = [msgspec.json.decode(bench.result(bench.step(model, 3)))["metrics"]["grad_norm"] for model in models]
+    assert others == pytest.approx([first] * 4, rel=1e-6)
+    assert steps == pytest.approx([steps[0]] * 5, rel=1e-6), "no gradient was lost with a model that left"
+    assert max(small_memory) <= ROOM

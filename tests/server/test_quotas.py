@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tinsmith.errors import RateLimitError
-from tinsmith.server.quotas import ALL_KEYS, Backlog, Tally
+from tinsmith.server.quotas import ALL_KEYS, Backlog, Paperwork, Tally
 from tinsmith.server.store.records import NewJob, Queued
 
 
@@ -77,3 +77,43 @@ def test_a_tally_bounds_each_and_all() -> None:
     assert tally.excess("eve", 3) == 3
     tally.add("ann", -10)
     assert tally.excess("eve", 3) == 0
+
+
+def test_what_is_written_down_without_work_is_bounded_and_grows_back_with_time() -> None:
+    now = [0.0]
+    paperwork = Paperwork(10 * 1024, 512, lambda: now[0])
+
+    def charge_all(owner: str, wait: int = 2) -> int:
+        count = 0
+
+        def charge_on() -> None:
+            nonlocal count
+            while True:
+                paperwork.charge(owner, 0)
+                count += 1
+
+        with pytest.raises(RateLimitError) as error:
+            charge_on()
+        assert error.value.retry_after == wait, "a row takes a KiB, half of which comes each second"
+        return count
+
+    assert charge_all("ann") == 10
+    assert charge_all("ben") == 10, "none of ann's business"
+    now[0] = 1.5
+    assert charge_all("ann", wait=1) == 0
+    now[0] = 2.0
+    assert charge_all("ann") == 1
+    now[0] = 10_000.0
+    assert charge_all("ann") == 10, "an allowance is not saved up beyond the limit"
+    for owner in ("ben", "cat", "dan"):
+        assert charge_all(owner) == 10
+    assert ALL_KEYS == 4
+    assert charge_all("eve") == 0, "all keys together have a limit too"
+
+
+def test_a_row_costs_what_is_in_it() -> None:
+    paperwork = Paperwork(10 * 1024, 512, lambda: 0.0)
+    paperwork.charge("ann", 9 * 1024)
+    with pytest.raises(RateLimitError, match=r"10\.0 KiB|0\.0 MiB") as error:
+        paperwork.charge("ann", 3 * 1024)
+    assert error.value.retry_after == 8

@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.server.full_disk_worker import IS_FULL
 from tinsmith.errors import ConfigError
 from tinsmith.server import keeper
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.messages import Replay
 from tinsmith.server.models import ModelSource
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Done, Expired, Failed, Lora, NewJob, NewModel, Outcome
@@ -94,6 +96,55 @@ def test_a_worker_is_woken_heard_and_replaced_when_it_dies(tmp_path: Path, tiny_
             assert children() != [worker]
             workers.wake("no such model")
         store.close()
+
+    run(scenario)
+
+
+def test_a_worker_that_meets_a_full_disk_says_so_until_there_is_room(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = tmp_path / "full"
+    full.touch()
+    monkeypatch.setattr(keeper, "WORKER_MODULE", "tests.server.full_disk_worker")
+    monkeypatch.setenv(IS_FULL, str(full))
+
+    async def scenario() -> None:
+        store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+        create_model(store, 0)
+        body = b'{"model_id": "s:train:0", "seq_id": 1, "path": "a"}'
+        job = {"owner": "ann", "session_id": "s", "base_model": BASE, "model_id": "s:train:0", "seq_id": 1}
+        saved = store.jobs.enqueue(NewJob(kind="save_weights", payload=body, **job)).request_id  # type: ignore[arg-type]
+        async with processes(tmp_path, tiny_folder) as workers:
+            while workers.held_up(BASE) is None:  # noqa: ASYNC110 - it is asked by those who poll
+                await asyncio.sleep(0.01)
+            assert workers.held_up(BASE) == "the server's disk is full; work goes on when there is room"
+            assert workers.is_ready(BASE)
+            assert store.results.statuses([saved])[saved].outcome is None
+            full.unlink()
+            while store.results.statuses([saved])[saved].outcome is None:  # noqa: ASYNC110 - nor does a store tell
+                await asyncio.sleep(0.01)
+            assert isinstance(store.results.statuses([saved])[saved].outcome, Done)
+            while workers.held_up(BASE) is not None:  # noqa: ASYNC110 - it is told a moment later
+                await asyncio.sleep(0.01)
+        store.close()
+
+    run(scenario)
+
+
+def test_how_far_a_replay_is_can_be_seen_until_it_is_over(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "WORKER_MODULE", "tests.server.telling_worker")
+
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            await workers.ready()
+            for replayed in (3, 5, None):
+                expected = None if replayed is None else Replay(model_id="m", replayed=replayed, total=7)
+                while workers.replay(BASE) != expected:  # noqa: ASYNC110 - it is asked by those who poll
+                    await asyncio.sleep(0.01)
+                workers.wake(BASE)
+            assert workers.replay("no such model") is None
 
     run(scenario)
 

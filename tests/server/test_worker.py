@@ -19,7 +19,7 @@ from tinsmith.server.store import StoreUnavailableError
 from tinsmith.server.store.models import Models
 from tinsmith.server.store.records import Done, Failed, NewSampler
 from tinsmith.server.store.samplers import Samplers
-from tinsmith.server.worker import note_served
+from tinsmith.server.worker import Worker, note_served
 
 
 def test_a_new_worker_goes_on_where_the_last_one_was(bench: Workbench) -> None:
@@ -242,6 +242,31 @@ def test_samples_are_drawn_while_training_goes_on(bench: Workbench) -> None:
         bench.result(long_queue[2])
         bench.tokens(bench.sample(sampler, 0, max_tokens=4))
         assert bench.store.results.statuses([long_queue[-1]])[long_queue[-1]].outcome is None
+
+
+@pytest.mark.parametrize("seed", [7, None])
+def test_a_sample_that_is_drawn_again_comes_out_the_same(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, seed: int | None
+) -> None:
+    """Its worker dies when all is drawn and nothing is told."""
+    told: list[dict[str, Any]] = []
+    sampler = bench.base_sampler()
+    jobs = [bench.sample(sampler, number, max_tokens=20, seed=seed) for number in range(2)]
+
+    def die(self: Worker, outcomes: dict[str, Any], *_: Any) -> None:
+        told.append(outcomes)
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as deadly, bench.worker():
+        deadly.setattr(Worker, "_complete", die)
+        bench.wait_for_its_death()
+        bench.died_of = None
+    with bench.worker():
+        results = {job: bench.result(job) for job in jobs}
+    assert told[0]
+    assert all(results[job] == outcome.result for job, outcome in told[0].items())
+    first, second = (bench.tokens(job) for job in jobs)
+    assert (first == second) == (seed is not None), "without a seed of the client each has its own"
 
 
 def test_a_cancelled_sample_ends(bench: Workbench) -> None:

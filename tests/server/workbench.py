@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.messages import Replay, WorkerSettings
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Done, Failed, JobKind, Lora, NewJob, NewModel, NewSampler, Outcome
 from tinsmith.server.worker import Worker
@@ -29,20 +29,26 @@ class Workbench:
     """Jobs are submitted as the API would."""
 
     def __init__(self, state: Path, folder: Path) -> None:
+        self.state = state
         self.settings = WorkerSettings(
             base_model=BASE, folder=str(folder), database=f"sqlite:///{state / 'tinsmith.db'}", state=str(state)
         )
+        self.replays: list[Replay] = []
         self.store = Store(self.settings.database)
         self.engine = Engine.open(folder, device="cpu", dtype="float32", kv_tokens=2048)
         self.died_of: Exception | None = None
         self._died = threading.Event()
+        self._bell: IO[bytes] | None = None
 
     @contextmanager
     def worker(self) -> Iterator[Callable[[], None]]:
         """A worker that works; what is given back tells it to end."""
         heard, rung = os.pipe()
-        bell = os.fdopen(rung, "wb")
-        worker = Worker(self.settings, Store(self.settings.database), self.engine, Bell(heard), lambda done: None)
+        bell = self._bell = os.fdopen(rung, "wb", buffering=0)
+        store = Store(self.settings.database)
+        worker = Worker(
+            self.settings, store, self.engine, Bell(heard), lambda done: None, tell_replay=self.replays.append
+        )
         thread = threading.Thread(target=self._run, args=(worker,))
         thread.start()
         try:
@@ -65,6 +71,10 @@ class Workbench:
         assert self._died.wait(WAIT_SECONDS)
         self._died.clear()
 
+    def replay_bound(self, seconds: float) -> None:
+        """For workers from now on: how much work may be in no snapshot."""
+        self.settings = msgspec.structs.replace(self.settings, replay_bound_seconds=seconds)
+
     def submit(self, kind: JobKind, model_id: str | None = None, *, makes_model: bool = False, **fields: Any) -> str:
         job = NewJob(
             **{"kind": kind, "owner": "ann", "session_id": "s", "base_model": BASE, "payload": b"{}", **fields},
@@ -75,16 +85,20 @@ class Workbench:
             model = NewModel(
                 model_id=str(model_id), owner=job.owner, base_model=BASE, lora=Lora(rank=2, seed=1), optimizer_config={}
             )
-        return self.store.jobs.enqueue(job, model=model).request_id
+        request_id = self.store.jobs.enqueue(job, model=model).request_id
+        if self._bell is not None and not self._bell.closed:
+            self._bell.write(b".")
+        return request_id
 
     def create(self, model_id: str) -> str:
         self.submit("create_model", model_id, seq_id=0)
         return model_id
 
-    def data(self, model_id: str, seq_id: int, first: int = 1) -> str:
+    def data(self, model_id: str, seq_id: int, first: int = 1, *, forward_only: bool = False) -> str:
         tokens = list(range(first, first + 6))
-        inputs = {"target_tokens": [token + 1 for token in tokens], "weights": [1.0] * 6}
-        prepared = proto.prepare_forward_backward([Datum(ModelInput.from_ints(tokens), inputs)], "cross_entropy", None)
+        inputs: dict[str, Any] = {"target_tokens": [token + 1 for token in tokens], "weights": [1.0] * 6}
+        data = [Datum(ModelInput.from_ints(tokens), inputs)]
+        prepared = proto.prepare_forward_backward(data, "cross_entropy", None, forward_only=forward_only)
         payload = prepared.finish(model_id, seq_id)
         return self.submit("forward_backward", model_id, seq_id=seq_id, payload=payload, size=6)
 
@@ -122,7 +136,7 @@ class Workbench:
     def sample(self, sampler_id: str, seq_id: int, **params: Any) -> str:
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-            "sampling_params": {"seed": 1, "stop": [], **params},
+            "sampling_params": {"seed": 1, "stop": [], "max_tokens": 4, **params},
         }
         return self.submit("sample", sampler_id=sampler_id, seq_id=seq_id, payload=msgspec.json.encode(body))
 

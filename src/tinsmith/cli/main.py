@@ -11,6 +11,7 @@ from tinsmith.cli.lazy import LazyGroup
 from tinsmith.cli.options import Options
 
 COMMANDS = {
+    "audit": "See who did what on a server of yours.",
     "auth": "Log in and out, and see whose key it is.",
     "backup": "Copy the state of a server of yours to FOLDER, while it works or not.",
     "billing": "See what was used and what it costs.",

@@ -46,6 +46,14 @@ from tinsmith.cli.output import emit
     help="When a worker is started anew that hangs in one step.",
 )
 @click.option(
+    "--replay-bound",
+    type=click.FloatRange(min=0),
+    default=60,
+    show_default=True,
+    metavar="SECONDS",
+    help="Work that a crash may cost, to be done again.",
+)
+@click.option(
     "--max-models",
     type=click.IntRange(min=1),
     default=1000,
@@ -97,6 +105,28 @@ from tinsmith.cli.output import emit
     show_default=True,
     help="The precision of the base models.",
 )
+@click.option(
+    "--log-format",
+    type=click.Choice(["text", "json"]),
+    default="text",
+    show_default=True,
+    help="Log lines for people, or one JSON object each.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    show_default=True,
+    help="What is logged; debug has a line for every request.",
+)
+@click.option(
+    "--audit-days",
+    type=click.IntRange(min=1),
+    default=400,
+    show_default=True,
+    metavar="DAYS",
+    help="How long it is known who did what.",
+)
 def command(
     models: tuple[str, ...],
     host: str,
@@ -107,6 +137,7 @@ def command(
     token_exchange: bool,
     session_timeout: int,
     stall_timeout: int,
+    replay_bound: float,
     max_models: int,
     max_checkpoints_gib: int | None,
     max_queued: int,
@@ -114,20 +145,21 @@ def command(
     max_open_requests: int,
     device: str,
     dtype: str,
+    log_format: str,
+    log_level: str,
+    audit_days: int,
 ) -> None:
     """Serve the Tinker API on this machine."""
-    import logging
-
     from tinsmith.errors import MissingExtraError
 
     try:
+        from tinsmith.server import logs
         from tinsmith.server.config import ServerConfig
         from tinsmith.server.main import serve
         from tinsmith.server.models import parse_source
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "server", "Serving") from error
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logs.configure(log_format, log_level)  # type: ignore[arg-type]
     config = ServerConfig(
         models=tuple(map(parse_source, models)),
         host=host,
@@ -138,6 +170,7 @@ def command(
         token_exchange=token_exchange,
         session_timeout_seconds=session_timeout,
         stall_seconds=stall_timeout,
+        replay_bound_seconds=replay_bound,
         max_models=max_models,
         max_checkpoint_bytes=None if max_checkpoints_gib is None else max_checkpoints_gib * 2**30,
         max_queued_requests=max_queued,
@@ -145,5 +178,8 @@ def command(
         max_open_requests=max_open_requests,
         device=device,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
+        log_format=log_format,  # type: ignore[arg-type]
+        log_level=log_level,  # type: ignore[arg-type]
+        audit_days=audit_days,
     )
     serve(config, on_ready=lambda address: emit(f"Tinsmith is ready at {address}\n"))

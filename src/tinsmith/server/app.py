@@ -7,14 +7,13 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -22,32 +21,52 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from tinsmith.errors import APIStatusError, InvalidInputError
-from tinsmith.server import openapi
-from tinsmith.server.auth import Authority, Caller
+from tinsmith.server import audit, logs, openapi
+from tinsmith.server.auth import Authority, Caller, Door
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.metrics import Metrics
 from tinsmith.server.models import ModelFacts
-from tinsmith.server.quotas import Backlog, Incoming, OpenRequests
+from tinsmith.server.outage import first_line
+from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, OverLimitError, Paperwork
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes import ENDPOINTS
 from tinsmith.server.routes._body import Body
-from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, reply_plain, shortened, status_error
+from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, identified, reply_plain, shortened
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.tidying import Tidying
 from tinsmith.server.waiting import Waiting, Workers
 
 log = logging.getLogger(__name__)
+access = logging.getLogger("tinsmith.server.access")
 
 T = TypeVar("T")
 
 _STORE_THREADS = 8
 _DECODE_THREADS = 2
 _IN_USE_SECONDS = 5.0
+_STORE_RETRY_SECONDS = 5.0
 _NOBODY = Caller("")
 _TOO_SLOW = 408
 _CLIENT_GONE = 499
 _UNKNOWN_BODY_BYTES = 2**20
+_MANY = {
+    "asample",
+    "cancel_future",
+    "client_config",
+    "client_dynamic_config",
+    "forward",
+    "forward_backward",
+    "healthz",
+    "optim_step",
+    "retrieve_future",
+    "retrieve_futures",
+    "save_weights_for_sampler",
+    "session_heartbeat",
+    "telemetry",
+}
+"""Functions that answer what clients ask all the time."""
 
 
 def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFacts], workers: Workers) -> Starlette:
@@ -61,7 +80,7 @@ def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFac
             Route("/openapi.json", _once(lambda: msgspec.json.encode(openapi.document()))),
             Route("/docs", lambda request: HTMLResponse(openapi.PAGE)),
         ],
-        exception_handlers={HTTPException: _no_such_route},
+        exception_handlers={HTTPException: _no_such_route(metrics)},
         lifespan=lambda app: _lifespan(services),
     )
     app.router.redirect_slashes = False
@@ -77,19 +96,23 @@ def drain(app: Starlette) -> None:
 
 def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFacts], workers: Workers) -> Services:
     storing = ThreadPoolExecutor(_STORE_THREADS, "store")
+    submitting = ThreadPoolExecutor(1, "submit")  # of its own: an acknowledgement does not wait behind other requests
 
-    def in_thread(work: Callable[[Any], T]) -> Callable[[Any], Awaitable[T]]:
-        return lambda argument: asyncio.get_running_loop().run_in_executor(storing, work, argument)
+    def in_thread(work: Callable[[Any], T], threads: Executor = storing) -> Callable[[Any], Awaitable[T]]:
+        return lambda argument: asyncio.get_running_loop().run_in_executor(threads, work, argument)
 
+    authority = Authority(config, store)
     return Services(
         config=config,
         store=store,
         models={name: _limited(facts, config.max_context) for name, facts in models.items()},
         workers=workers,
-        authority=Authority(config, store),
+        authority=authority,
+        door=Door(authority, store.keys, storing),
         waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
         folders=CheckpointFolders(config.checkpoints),
-        intake=Intake(in_thread(store.jobs.enqueue_many)),
+        intake=Intake(in_thread(store.jobs.enqueue_many, submitting)),
+        heartbeats=Intake(in_thread(store.sessions.heartbeats)),
         open_requests=OpenRequests(config.max_open_requests),
         incoming=Incoming(config.max_incoming_bytes),
         backlog=Backlog(
@@ -98,7 +121,11 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
             lambda: asyncio.get_running_loop().run_in_executor(storing, store.jobs.queued),
             lambda *number: asyncio.get_running_loop().run_in_executor(storing, store.jobs.is_awaited, *number),
         ),
+        refusals=Counter(),
+        paperwork=Paperwork(config.max_paperwork_bytes, config.paperwork_bytes_per_second),
+        making_models=defaultdict(asyncio.Lock),
         storing=storing,
+        submitting=submitting,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
         models_in_use=Recent(_IN_USE_SECONDS),
         samplers_in_use=Recent(_IN_USE_SECONDS),
@@ -133,6 +160,7 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
         await services.workers.stop()
+        services.submitting.shutdown()
         services.storing.shutdown()
         services.decoding.shutdown()
 
@@ -144,22 +172,28 @@ def _route(endpoint: Endpoint, services: Services, metrics: Metrics) -> Route:
     async def handle(request: Request) -> Response:
         started = time.perf_counter()
         body = Body(request)
-        response = await _answer(endpoint, Request(request.scope, body.receive), services)
-        if response.status_code != _TOO_SLOW:
-            await body.drain(services.config.max_body_bytes)
-        metrics.count(endpoint, response.status_code, time.perf_counter() - started)
+        with logs.one_request():
+            response = await _answer(endpoint, Request(request.scope, body.receive), services, metrics)
+            if response.status_code != _TOO_SLOW:
+                await body.drain(services.config.max_body_bytes)
+            seconds = time.perf_counter() - started
+            metrics.count(endpoint, response.status_code, seconds)
+            _log_access(endpoint, request, response.status_code, seconds)
         return response
 
     return Route(endpoint.path, handle, methods=[endpoint.method], name=endpoint.answer.__name__)
 
 
-async def _answer(endpoint: Endpoint, request: Request, services: Services) -> Response:
+async def _answer(endpoint: Endpoint, request: Request, services: Services, metrics: Metrics) -> Response:
     try:
-        caller = _NOBODY if endpoint.is_open else await _caller(request, services)
+        caller = _NOBODY if endpoint.is_open else await identified(request, services)
+        logs.about(owner=caller.owner or None, key_id=caller.key.key_id if caller.key else None)
         memory = HeldMemory(services.incoming, caller.owner)
         with services.open_requests.one_more(caller.owner), memory:
-            return await endpoint.answer(Call(request, caller, services, memory))
+            return await _audited(endpoint, Call(request, caller, services, memory))
     except APIStatusError as error:
+        if isinstance(error, OverLimitError):
+            services.refusals[error.limit] += 1
         return _refusal(error.status_code, error.message, error.retry_after)
     except InvalidInputError as error:
         return _refusal(422, error.message)
@@ -168,32 +202,57 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services) -> R
     except ClientDisconnect:
         return Response(status_code=_CLIENT_GONE)
     except (StoreUnavailableError, TimeoutError) as error:
-        log.error("%s %s: the database is out of reach or full: %s", endpoint.method, endpoint.path, error)
-        return _refusal(503, "The server's database is out of reach or full. Send the request again.")
+        metrics.count_database_error()
+        log.error("%s %s: the database is out of reach or full: %s", endpoint.method, endpoint.path, first_line(error))
+        if endpoint.when_away is not None:
+            return await endpoint.when_away()
+        detail = "The server's database is out of reach or full. Send the request again."
+        return _refusal(503, detail, _STORE_RETRY_SECONDS)
     except Exception:
         log.exception("%s %s failed", endpoint.method, endpoint.path)
         return _refusal(500, "The server failed. Its log says why; the request may be sent again.")
 
 
-async def _caller(request: Request, services: Services) -> Caller:
-    credential = request.headers.get("x-api-key")
-    if not credential:
-        raise status_error(401, "The header X-API-Key is missing. Set TINKER_API_KEY.")
-    known = services.authority.recall(credential)
-    if known is None:
-        loop = asyncio.get_running_loop()
-        known = await loop.run_in_executor(services.storing, services.authority.identify, credential)
-    if known is None:
-        raise status_error(
-            401, "This API key is unknown or was revoked. `tinsmith keys create`, run where the server is, makes one."
-        )
-    return known
+async def _audited(endpoint: Endpoint, call: Call) -> Response:
+    """To be refused something that would have been an event of the audit trail is one too."""
+    try:
+        return await endpoint.answer(call)
+    except (APIStatusError, InvalidInputError) as error:
+        status = error.status_code if isinstance(error, APIStatusError) else 422
+        event = audit.refused(call, endpoint.answer.__name__, status)
+        if event is not None:
+            call.services.paperwork.charge(call.owner, 0)
+            await call.stored(call.store.audit.record, event)
+        raise
 
 
-async def _no_such_route(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    await Body(request).drain(_UNKNOWN_BODY_BYTES)
-    return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+def _log_access(endpoint: Endpoint, request: Request, status: int, seconds: float) -> None:
+    """What training and sampling consist of is told to those who debug; there may be thousands of it a second."""
+    name = endpoint.answer.__name__
+    is_usual = name == "readyz" or (name in _MANY and status in (200, 408, 410, 429, _CLIENT_GONE))
+    level = logging.WARNING if status >= 500 else logging.DEBUG if is_usual else logging.INFO
+    if access.isEnabledFor(level):
+        place = {"session_id": request.path_params.get("session_id"), "model_id": request.path_params.get("run_id")}
+        logs.about(**{name: value for name, value in place.items() if value is not None})
+        fields = {
+            "method": endpoint.method,
+            "route": endpoint.path,
+            "status": status,
+            "seconds": seconds,
+            "address": request.client and request.client.host,
+        }
+        access.log(level, "%s %s: %d", endpoint.method, endpoint.path, status, extra=fields)
+
+
+def _no_such_route(metrics: Metrics) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        await Body(request).drain(_UNKNOWN_BODY_BYTES)
+        metrics.count_unknown(error.status_code)
+        access.info("no such route: %d", error.status_code, extra={"address": request.client and request.client.host})
+        return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+
+    return handle
 
 
 def _refusal(status: int, detail: str, retry_after: float | None = None) -> Response:
@@ -213,35 +272,3 @@ def _once(make: Callable[[], bytes]) -> Callable[[Request], Response]:
         return Response(made[0], media_type="application/json")
 
     return answer
-
-
-class Metrics:
-    """What happens here, in numbers, for Prometheus."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-        self._registry = CollectorRegistry()
-        self._requests = Counter(
-            "tinsmith_requests", "Requests by endpoint and status.", ["endpoint", "status"], registry=self._registry
-        )
-        self._seconds = Histogram(
-            "tinsmith_request_seconds", "Time until the answer.", ["endpoint"], registry=self._registry
-        )
-        waiting = Gauge("tinsmith_waiting", "Open long polls.", registry=self._registry)
-        waiting.set_function(lambda: len(services.waiting))
-        self._jobs = Gauge(
-            "tinsmith_jobs", "Jobs that wait or run.", ["base_model", "kind", "state"], registry=self._registry
-        )
-        self._ready = Gauge("tinsmith_ready", "Whether a model is loaded.", ["base_model"], registry=self._registry)
-
-    def count(self, endpoint: Endpoint, status: int, seconds: float) -> None:
-        self._requests.labels(endpoint.path, str(status)).inc()
-        self._seconds.labels(endpoint.path).observe(seconds)
-
-    def page(self) -> Response:
-        self._jobs.clear()
-        for depth in self._services.store.jobs.depths():
-            self._jobs.labels(depth.base_model, depth.kind, depth.state).set(depth.count)
-        for name in self._services.models:
-            self._ready.labels(name).set(self._services.workers.is_ready(name))
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -11,24 +12,30 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from tinsmith.errors import ConfigError
+from tinsmith.server.audit import command_line
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.recent import Recent
+from tinsmith.server.recent import Latest, Recent
 from tinsmith.server.store import LOCAL_OWNER, Store
+from tinsmith.server.store.keys import Keys
 from tinsmith.server.store.records import ApiKey
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 TOKEN_SECONDS = 3600
 """Clients renew a token five minutes before it ends, so it must last much longer than that."""
 
 _REMEMBER_SECONDS = 5.0
-"""How long a checked key is taken for good: a revoked one may work so much longer."""
+"""How long a checked credential is taken for good, if no key changes meanwhile: a token may last so much longer."""
 
 
 class Caller(msgspec.Struct, frozen=True):
@@ -84,35 +91,32 @@ class Authority:
         for number, key in enumerate(config.api_keys, start=1):
             if not key.startswith("tml-"):
                 log.warning("API key %d does not start with 'tml-': clients refuse to send it.", number)
-            store.keys.register(key, f"configured-{number}")
+            store.keys.register(key, f"configured-{number}", address=command_line())
         if not config.is_loopback and not store.keys.all():
             raise ConfigError(
                 f"Without an API key, everybody who reaches {config.host} could use this server. Make one with "
                 "`tinsmith keys create`, or choose one and pass it with --api-key (it must start with 'tml-'), or bind "
                 "to 127.0.0.1."
             )
-        self._takes_any_key = config.takes_any_key
+        self.takes_any_key = config.takes_any_key
         self._has_keys = False
-        self._remembered: Recent[str, Caller] = Recent(_REMEMBER_SECONDS, now)
-
-    def recall(self, credential: str) -> Caller | None:
-        """The caller, if this credential was checked a moment ago."""
-        return self._remembered.get(_digest(credential))
 
     def identify(self, credential: str) -> Caller | None:
         """The caller, looked up in the store; `None` if the credential is no good."""
-        caller = self._found(credential)
-        if caller is not None:
-            self._remembered.put(_digest(credential), caller)
-        return caller
-
-    def _found(self, credential: str) -> Caller | None:
-        if self._takes_any_key:
-            return Caller(LOCAL_OWNER)
-        self._has_keys = self._has_keys or bool(self._store.keys.all())  # the first one may be made at any time
-        if not self._has_keys:
+        if not self._needs_key():
             return Caller(LOCAL_OWNER)
         return self._by_token(credential) if credential.startswith("eyJ") else self._by_key(credential)
+
+    def owner_of(self, key_id: int | None) -> str | None:
+        """Whose key this is; `None` once it was revoked. No key is the owner's on a server without keys."""
+        if key_id is None:
+            return None if self._needs_key() else LOCAL_OWNER
+        key = self._store.keys.get(key_id)
+        return None if key is None else key.owner
+
+    def _needs_key(self) -> bool:
+        self._has_keys = self._has_keys or bool(self._store.keys.all())  # the first one may be made at any time
+        return self._has_keys and not self.takes_any_key
 
     def token_for(self, caller: Caller) -> str:
         now = int(self._now())
@@ -128,10 +132,9 @@ class Authority:
             }
         )
 
-    def revoke(self, caller: Caller) -> None:
+    def revoke(self, caller: Caller, address: str | None) -> None:
         if caller.key is not None:
-            self._store.keys.revoke(caller.key.key_id)
-            self._remembered.clear()
+            self._store.keys.revoke(caller.key.key_id, address=address)
 
     def _by_key(self, credential: str) -> Caller | None:
         key = self._store.keys.verify(credential)
@@ -142,9 +145,41 @@ class Authority:
         claims = self.secret.claims(credential)
         if claims is None or claims["exp"] <= self._now():
             return None
-        keys = self._store.keys.all(claims["sub"])
-        key = next((key for key in keys if key.key_id == claims["key"] and key.revoked is None), None)
+        key = self._store.keys.get(claims["key"])
         return None if key is None else Caller(key.owner, key)
+
+
+class Door:
+    """Lets in whoever showed a good credential a moment ago, as long as no key has changed since.
+
+    Every request waits for a look at the keys that began after it came, so that a revocation counts at once, wherever
+    it was made. With SQLite that takes microseconds; with PostgreSQL, requests that come together share one look.
+    """
+
+    def __init__(
+        self, authority: Authority, keys: Keys, threads: Executor, now: Callable[[], float] = time.time
+    ) -> None:
+        self._authority = authority
+        self._threads = threads
+        self._watch = keys.watch()
+        self._changes = Latest(lambda: self._in_thread(keys.changes))
+        self._remembered: Recent[tuple[int, str], Caller] = Recent(_REMEMBER_SECONDS, now)
+
+    async def caller(self, credential: str) -> Caller | None:
+        """`None` if the credential is no good."""
+        if self._authority.takes_any_key:
+            return Caller(LOCAL_OWNER)
+        changes = self._watch()
+        place = await self._changes.get() if changes is None else changes, _digest(credential)
+        caller = self._remembered.get(place)
+        if caller is None:
+            caller = await self._in_thread(partial(self._authority.identify, credential))
+            if caller is not None:
+                self._remembered.put(place, caller)
+        return caller
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def _write_once(path: Path, text: str) -> None:

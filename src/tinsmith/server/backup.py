@@ -18,6 +18,7 @@ from typing import NamedTuple
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import DATABASE_FILE
 from tinsmith.server.store import Store
+from tinsmith.server.store.records import Snapshots
 
 SECRET = "secret"
 FOLDERS = ("checkpoints", "snapshots", "samplers")
@@ -32,8 +33,8 @@ class Known(NamedTuple):
 
     checkpoints: dict[str, str]
     """The job that wrote each."""
-    snapshots: dict[str, int]
-    """After which operation that of each model was written."""
+    snapshots: dict[str, Snapshots]
+    """Those of each model."""
 
 
 def back_up(state: Path, folder: Path, on_progress: OnProgress = lambda name, done, total: None) -> Known:

@@ -5,6 +5,9 @@
 A checkpoint is written into a folder of another name and renamed when all its files are on the disk, so that a reader,
 or a restart after a power cut, finds either the old one, the new one or none. What the files mean is known to
 `engine/adapter_files.py`.
+
+The database knows whose a checkpoint is. Files and rows come and go in one step, one checkpoint at a time: of a save
+and a deletion in the same moment, one comes first as a whole.
 """
 
 from __future__ import annotations
@@ -13,19 +16,23 @@ import os
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.state_locks import one_at_a_time
 from tinsmith.types import ParsedCheckpointTinkerPath
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _UNFINISHED = ".unfinished-"
 _REPLACED = ".replaced-"
 _STAMP_LENGTH = 12
+_PIECE_BYTES = 2**20
+_TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 def check_name(name: str) -> str:
@@ -43,6 +50,7 @@ def check_name(name: str) -> str:
 class CheckpointFolders:
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._lock = root.with_name(f"{root.name}.lock")
 
     def folder(self, path: str) -> Path:
         """The folder of a `tinker://` path. Nothing in a path leads out of the root."""
@@ -56,30 +64,57 @@ class CheckpointFolders:
         return self.folder(path).is_dir()
 
     @contextmanager
-    def writing(self, path: str) -> Iterator[Path]:
-        """A new folder to write into, which becomes the checkpoint when the block ends well."""
+    def writing(self, path: str, enter: Callable[[int], object] = lambda size: None) -> Iterator[Path]:
+        """A new folder to write into, which becomes the checkpoint when the block ends well.
+
+        `enter` writes it into the database, by its size in bytes; if it raises an error, all is as before.
+        """
         target = self.folder(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = target.with_name(f"{_UNFINISHED}{_stamp()}")
-        unfinished.mkdir()
+        self._root.parent.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(self._lock):  # a deletion in this moment would take away the folders around it
+            unfinished.mkdir(parents=True)
         try:
             yield unfinished
             _flush(unfinished)
-            _replace(unfinished, target)
+            size = _size_bytes(unfinished)
+            with one_at_a_time(self._lock):
+                _replace(unfinished, target, lambda: enter(size))
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
-    def delete(self, path: str) -> None:
-        """Removes a checkpoint; one that is not there is gone already."""
-        folder = self.folder(path)
-        if folder.is_dir():
-            _discard(folder)
+    def delete(self, path: str, forget: Callable[[], bool] = lambda: True) -> bool:
+        """Removes a checkpoint, if `forget` finds it in the database and removes it there; gives back whether it did.
 
-    def copy(self, source: str, target: str) -> None:
+        If files are missing, or are left by a crash in between, nobody is harmed: without a row they are never read.
+        """
+        folder = self.folder(path)
+        with one_at_a_time(self._lock):
+            if not forget():
+                return False
+            # Renamed first, so that nobody reads a checkpoint that is half deleted.
+            aside = _set_aside(folder, _UNFINISHED, "deleted") if folder.is_dir() else None
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+            self._remove_empty(folder.parent)
+        return True
+
+    def _remove_empty(self, kind: Path) -> None:
+        """A run that has no checkpoint of this kind, or of any, leaves no folder behind."""
+        with one_at_a_time(self._lock), suppress(OSError):
+            kind.rmdir()
+            kind.parent.rmdir()
+
+    def copy(self, source: str, target: str, enter: Callable[[int], object] = lambda size: None) -> None:
         """A second checkpoint with the same content. Files are never changed in place, so they may be shared."""
-        with self.writing(target) as folder:
-            shutil.copytree(self.folder(source), folder, copy_function=_link_or_copy, dirs_exist_ok=True)
+        files = self.files(source)
+        if not files:
+            raise FileNotFoundError(source)
+        with self.writing(target, enter) as folder:
+            for name, file in files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                link_or_copy(file, folder / name)
 
     def files(self, path: str) -> dict[str, Path]:
         """Every file by its name within the checkpoint."""
@@ -87,13 +122,11 @@ class CheckpointFolders:
         return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
     def size_bytes(self, path: str) -> int:
-        return sum(file.stat().st_size for file in self.files(path).values())
+        return _size_bytes(self.folder(path))
 
-    def write_archive(self, path: str, out: IO[bytes]) -> None:
-        """The files as one tar stream."""
-        with tarfile.open(fileobj=out, mode="w|") as archive:
-            for name, file in self.files(path).items():
-                archive.add(file, arcname=name)
+    def archive(self, path: str) -> Archive:
+        """The files as one tar file, as they are now, whatever becomes of the checkpoint while it is read."""
+        return Archive({name: file.open("rb") for name, file in self.files(path).items()})
 
     def tidy(self) -> None:
         """Ends what a killed process left half done. Called at start, before anything is written."""
@@ -107,26 +140,64 @@ class CheckpointFolders:
                 os.rename(folder, target)  # its successor never arrived
 
 
-def _replace(new: Path, target: Path) -> None:
-    if target.exists():
-        # A folder cannot be renamed onto another one. Between the two renames there is none; tidy() knows what to do.
-        replaced = _set_aside(target, _REPLACED, target.name)
-        os.rename(new, target)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        os.rename(new, target)
+class Archive:
+    """A tar file that is made while it is read, so that it takes up no room; its size is known before."""
+
+    def __init__(self, files: Mapping[str, IO[bytes]]) -> None:
+        self._files = files
+        self._heads = {name: _tar_head(name, file) for name, file in files.items()}
+        parts = (len(self._heads[name]) + _padded(os.fstat(file.fileno()).st_size) for name, file in files.items())
+        self.size_bytes = sum(parts) + len(_TAR_END)
+
+    def __iter__(self) -> Iterator[bytes]:
+        try:
+            for name, file in self._files.items():
+                yield self._heads[name]
+                yield from iter(partial(file.read, _PIECE_BYTES), b"")
+                yield bytes(_padded(file.tell()) - file.tell())
+            yield _TAR_END
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+def _tar_head(name: str, file: IO[bytes]) -> bytes:
+    entry, status = tarfile.TarInfo(name), os.fstat(file.fileno())
+    entry.size, entry.mtime = status.st_size, int(status.st_mtime)
+    return entry.tobuf()
+
+
+def _padded(size: int) -> int:
+    return -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+def _replace(new: Path, target: Path, enter: Callable[[], object]) -> None:
+    # A folder cannot be renamed onto another one. Between the two renames there is none; tidy() knows what to do.
+    replaced = _set_aside(target, _REPLACED, target.name) if target.exists() else None
+    os.rename(new, target)
     _flush_folder(target.parent)
-
-
-def _discard(folder: Path) -> None:
-    """Renamed first, so that nobody reads a checkpoint that is half deleted."""
-    shutil.rmtree(_set_aside(folder, _UNFINISHED, "deleted"), ignore_errors=True)
+    try:
+        enter()
+    except BaseException:
+        os.rename(target, new)
+        if replaced is not None:
+            os.rename(replaced, target)
+        raise
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _set_aside(folder: Path, prefix: str, suffix: str) -> Path:
     aside = folder.with_name(f"{prefix}{_stamp()}-{suffix}")
     os.rename(folder, aside)
     return aside
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def _stamp() -> str:
@@ -151,8 +222,10 @@ def _flush_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _link_or_copy(source: str, target: str) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
-    except OSError:
+    except FileNotFoundError:
+        raise
+    except OSError:  # another file system, or one without links
         shutil.copy2(source, target)

@@ -44,6 +44,8 @@ MAX_LOSS_INPUTS = 16
 MAX_LOSS_NODES = 1000
 MAX_LOSS_ARGUMENTS = 256
 MAX_METADATA_BYTES = 64 * 1024
+MAX_TEXT_LENGTH = 1000
+MAX_TAGS = 100
 MAX_ADAM_NUMBER = 1e12
 """Single precision overflows not far beyond, when it is divided by 1 - beta."""
 MIN_TTL_SECONDS = 3600
@@ -116,6 +118,19 @@ def check_ttl(ttl_seconds: int | None) -> int | None:
             ttl_seconds,
         )
     return ttl_seconds
+
+
+def check_text(field: str, *texts: str | None) -> None:
+    """Names and the like, which are kept and shown in lists."""
+    for text in texts:
+        if text is not None and len(text) > MAX_TEXT_LENGTH:
+            raise refuse(field, f"has {len(text):,} characters; keep it to {MAX_TEXT_LENGTH:,}")
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    if len(tags) > MAX_TAGS:
+        raise refuse("tags", f"has {len(tags):,} entries; keep it to {MAX_TAGS}")
+    check_text("tags", *tags)
 
 
 def text_metadata(metadata: Mapping[str, Any] | None) -> dict[str, str] | None:
@@ -298,6 +313,7 @@ def check_text_input(where: str, value: ModelInput, facts: ModelFacts) -> int:
 
 
 def check_custom_loss(request: CreateCustomLossRequest) -> None:
+    check_text("name", request.name)
     names = [one.name for one in request.inputs]
     if not names or names[0] != "logprobs":
         raise refuse("inputs", f"must begin with 'logprobs', not {brief(names)}")

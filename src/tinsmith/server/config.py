@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tinsmith.errors import ConfigError
+from tinsmith.server.logs import LogFormat, LogLevel
 from tinsmith.server.models import ModelSource
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
@@ -55,8 +56,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     stall_seconds: int = 3600
     """How long one step of an engine may take, a micro-batch at the most, before its worker is started anew."""
 
+    replay_bound_seconds: float = 60.0
+    """How much work may have to be done again after a crash: snapshots of models are written often enough for it."""
+
     result_ttl_seconds: int = 24 * 3600
     """How long the result of an operation can be fetched."""
+
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+
+    audit_days: int = 400
+    """How long the audit trail goes back."""
 
     session_timeout_seconds: int = 600
     """How long a session goes on whose client sends no heartbeat. Clients send one every ten seconds."""
@@ -83,6 +93,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queued_requests: int = 50_000
     max_queued_bytes: int = 2048 * _MIB
     """What of one key may wait to be done."""
+
+    max_paperwork_bytes: int = 64 * _MIB
+    paperwork_bytes_per_second: int = 4096
+    """Records of one key that no work is done for, such as refusals: at once, and how much more as time passes."""
 
     max_open_requests: int = 4096
     """Requests of one key that are served at once; each result that is waited for is one."""

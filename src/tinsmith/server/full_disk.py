@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import re
+import sqlite3
 
 from safetensors import SafetensorError
+
+from tinsmith.server.store import StoreUnavailableError
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 _NUMBER = re.compile(r"\(os error (\d+)\)")
@@ -13,6 +16,11 @@ _NUMBER = re.compile(r"\(os error (\d+)\)")
 
 class DiskFullError(Exception):
     """Nothing was written. The message is the system's."""
+
+
+def is_full(error: StoreUnavailableError) -> bool:
+    """Whether it is the disk that keeps the database from writing."""
+    return getattr(error.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
 
 
 def raise_if_full(error: OSError | SafetensorError) -> None:

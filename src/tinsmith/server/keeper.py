@@ -7,12 +7,14 @@ import contextlib
 import logging
 import os
 import sys
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from tinsmith.server.messages import Message, WorkerSettings
+from tinsmith.server.messages import Message, Replay, WorkerSettings
 from tinsmith.server.suspects import ending
+from tinsmith.server.worker_metrics import Told
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +23,10 @@ FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 MAX_FAILED_STARTS = 5
 """Deaths in a row of a model that was never loaded. One that was can be loaded again, when there is memory for it."""
-STOP_SECONDS = 30.0
+STOP_SECONDS = 45.0
+"""For its step, and for writing down its models."""
+HELD_UP_SECONDS = 10.0
+"""For so long a worker is believed that could not work."""
 
 # Both are read once, when the process starts and torch loads.
 WORKER_ENVIRONMENT = {
@@ -49,8 +54,12 @@ class Keeper:
         """Why there will be no worker any more."""
         self.settled = asyncio.Event()
         """Set when the worker is ready, or was given up."""
+        self.told = Told()
+        self.replay: Replay | None = None
+        """How far a model is that is being built again."""
 
         self._name = name
+        self._whose = {"base_model": name}
         self._settings = settings
         self._hear = hear
         self._refuse = refuse
@@ -61,9 +70,17 @@ class Keeper:
         self._wanted = asyncio.Event()
         self._woken = False
         self._stopping = False
+        self._held_up: tuple[str, float] | None = None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._name}")
+
+    @property
+    def held_up(self) -> str | None:
+        """What the worker waits for; it says so again and again as long as it does."""
+        if self._held_up is None or time.monotonic() - self._held_up[1] > HELD_UP_SECONDS:
+            return None
+        return self._held_up[0]
 
     def wake(self) -> None:
         self._wanted.set()
@@ -94,8 +111,13 @@ class Keeper:
             if self._was_useful:
                 pause = FIRST_PAUSE_SECONDS
             log.error(
-                "The worker of %s is gone: %s; starting it again in %.1f s.", self._name, self._why(status), pause
+                "The worker of %s is gone: %s; starting it again in %.1f s.",
+                self._name,
+                self._why(status),
+                pause,
+                extra=self._whose,
             )
+            self.told.add("tinsmith_worker_restarts_total")
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE_SECONDS)
         await self._give_up(self._why(status))
@@ -108,7 +130,8 @@ class Keeper:
 
         It is told how the last one ended that had jobs to run.
         """
-        self._last_words, self._was_useful = Message(), False
+        self._last_words, self._was_useful, self.replay, self._held_up = Message(), False, None, None
+        self.told.begin_anew()
         status = None
         try:
             status = await self._run(last_status)
@@ -144,20 +167,26 @@ class Keeper:
         try:
             message = msgspec.json.decode(line, type=Message)
         except msgspec.DecodeError:
-            log.warning("The worker of %s printed %r.", self._name, line[:200])
+            log.warning("The worker of %s printed %r.", self._name, line[:200], extra=self._whose)
             return
         if message.ready:
             self.is_ready = True
             self.settled.set()
         elif message.failed:
             self._last_words = message
+        elif message.replay is not None:
+            self.replay = message.replay if message.replay.replayed < message.replay.total else None
+        elif message.held_up:
+            self._held_up = message.held_up, time.monotonic()
+        elif message.figures:
+            self.told.hear(message.figures)
         else:
-            self._was_useful = True
+            self._was_useful, self._held_up = True, None
             self._hear(message.done)
 
     async def _give_up(self, why: str) -> None:
         self.problem = f"The base model {self._name!r} cannot be loaded: {why.rstrip('.')}."
-        log.error("%s It is not tried again until the server is restarted.", self.problem)
+        log.error("%s It is not tried again until the server is restarted.", self.problem, extra=self._whose)
         self.settled.set()
         while True:
             self._wanted.clear()
@@ -165,7 +194,7 @@ class Keeper:
                 await self._refuse(self._name, self.problem)
                 await self._wanted.wait()
             except Exception:
-                log.exception("could not refuse the jobs of %s", self._name)
+                log.exception("could not refuse the jobs of %s", self._name, extra=self._whose)
                 await asyncio.sleep(MAX_PAUSE_SECONDS)
 
     # Its end

@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from tinsmith.errors import TinkerError
+from tinsmith.server import logs
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.embedded import embedded_model
 from tinsmith.server.main import serve
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def main(state: Path, model: str = "") -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logs.configure()
     os.environ["PYTHONSAFEPATH"] = "1"  # the workers must not import a script's neighbours instead of libraries
     folder = SharedFolder(state)
     with folder.server_lock().acquire(timeout=0):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from tinsmith.server.logs import LogFormat, LogLevel
+
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The first line that a worker reads."""
@@ -17,8 +19,32 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int | None = None
     train_token_budget: int | None = None
     stall_seconds: float = 3600
+    replay_bound_seconds: float = 60
+    max_checkpoint_bytes: int | None = None
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
     last_status: int | None = None
     """How the worker before this one ended; below zero, by which signal."""
+
+
+class Figure(msgspec.Struct, frozen=True, array_like=True):
+    """One number on the page of metrics."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        return self.name, *self.labels.values()
+
+
+class Replay(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a model is that is being built again."""
+
+    model_id: str
+    replayed: int
+    total: int
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,7 +53,12 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ready: bool = False
     done: tuple[str, ...] = ()
     """Jobs that have just finished."""
+    replay: Replay | None = None
+    held_up: str = ""
+    """Why no work is being done at the moment, though nothing is wrong with the worker."""
     failed: str = ""
     """Why the model cannot be loaded."""
+    figures: tuple[Figure, ...] = ()
+    """Of those that the worker counts, what has changed."""
     is_final: bool = False
     """Another try would fail in the same way."""

@@ -26,14 +26,18 @@ _LATEST_SECONDS = 60
 
 _COUNT_AGAIN_SECONDS = 1.0
 _MIB = 2**20
+_ROW_BYTES = 1024
+"""A generous guess at what a row takes beside its content, indexes included."""
 
 CountQueued: TypeAlias = Callable[[], Awaitable[Sequence[Queued]]]
 IsAwaited: TypeAlias = Callable[[str, int], Awaitable[bool]]
 """Whether later operations of a stream have arrived and wait for this number."""
 
 
-def _too_much(detail: str, seconds: int = _SOON_SECONDS) -> RateLimitError:
-    return RateLimitError(detail, ResponseSummary(429, {}), retry_after=seconds)
+class OverLimitError(RateLimitError):
+    def __init__(self, limit: str, detail: str, seconds: int = _SOON_SECONDS) -> None:
+        super().__init__(detail, ResponseSummary(429, {}), retry_after=seconds)
+        self.limit = limit
 
 
 class Tally:
@@ -47,6 +51,9 @@ class Tally:
 
     def __getitem__(self, owner: str) -> int:
         return self._amounts[owner]
+
+    def amounts(self) -> Mapping[str, int]:
+        return dict(self._amounts)
 
     def excess(self, owner: str, more: int, *, limits: int = 1) -> int:
         """By how much the limit, or several times the limit, would be passed with so much more."""
@@ -72,6 +79,42 @@ class Tally:
         return by / self._falls_per_second if self._falls_per_second else math.inf
 
 
+class Paperwork:
+    """What is written down although no work is done: refusals, sessions, samplers, custom losses, cancellations.
+
+    All of it is removed with age, and until then it takes up room in the database. So there is an allowance, which
+    grows back as time passes. A restarted server knows nothing of what was used up before.
+    """
+
+    def __init__(self, most_bytes: int, bytes_per_second: float, now: Callable[[], float] = time.monotonic) -> None:
+        self._used = Tally(most_bytes)
+        self._rate = bytes_per_second
+        self._now = now
+        self._counted_at = now()
+
+    def charge(self, owner: str, size: int) -> None:
+        """Take a row with so many bytes of content from the allowance, or refuse."""
+        more = size + _ROW_BYTES
+        if self._used.excess(owner, more):
+            self._grow_back()
+        if excess := self._used.excess(owner, more):
+            raise OverLimitError(
+                "records",
+                f"Too much was refused, opened, cancelled or changed with this key lately: "
+                f"{self._used[owner] / _MIB:,.1f} MiB of records, of which {self._used.most / _MIB:,.1f} MiB are kept "
+                f"for a key and {ALL_KEYS} times as much for all. Every second there is room for "
+                f"{self._rate / 1024:,.1f} KiB more.",
+                math.ceil(excess / self._rate),
+            )
+        self._used.add(owner, more)
+
+    def _grow_back(self) -> None:
+        grown = int((self._now() - self._counted_at) * self._rate)
+        self._counted_at += grown / self._rate
+        for owner, amount in self._used.amounts().items():
+            self._used.add(owner, -min(amount, grown))
+
+
 class OpenRequests:
     """Requests that are being answered, long polls among them."""
 
@@ -81,9 +124,10 @@ class OpenRequests:
     @contextmanager
     def one_more(self, owner: str) -> Iterator[None]:
         if self._open.excess(owner, 1):
-            raise _too_much(
+            raise OverLimitError(
+                "open_requests",
                 f"{self._open[owner]:,} requests of this key are open; at most {self._open.most:,} of a key are served "
-                f"at once, and {ALL_KEYS} times as many in all. Send fewer at a time."
+                f"at once, and {ALL_KEYS} times as many in all. Send fewer at a time.",
             )
         self._open.add(owner, 1)
         try:
@@ -102,10 +146,11 @@ class Incoming:
     def hold(self, owner: str, size: int) -> None:
         with self._lock:
             if self._held.excess(owner, size):
-                raise _too_much(
+                raise OverLimitError(
+                    "incoming_bytes",
                     f"{(self._held[owner] + size) / _MIB:,.1f} MiB are on their way with this key; at most "
                     f"{self._held.most / _MIB:,.1f} MiB of a key are taken at once, and {ALL_KEYS} times as much in "
-                    "all. Send fewer requests at a time."
+                    "all. Send fewer requests at a time.",
                 )
             self._held.add(owner, size)
 
@@ -177,7 +222,8 @@ class Backlog:
             requests.seconds_until_fallen(requests.excess(owner, 1)),
             sizes.seconds_until_fallen(sizes.excess(owner, len(job.payload))),
         )
-        return _too_much(
+        return OverLimitError(
+            "queued",
             f"{requests[owner]:,} requests of this key wait, with {sizes[owner] / _MIB:,.1f} MiB; at most "
             f"{requests.most:,} with {sizes.most / _MIB:,.1f} MiB of a key may, and {ALL_KEYS} times as many in all. "
             "Wait for results first.",

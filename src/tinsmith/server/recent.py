@@ -1,9 +1,10 @@
-"""What was looked up a moment ago and need not be looked up again."""
+"""What was looked up a moment ago and need not be looked up again; and what is looked up once for many."""
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
@@ -31,3 +32,23 @@ class Recent(Generic[K, V]):
 
     def clear(self) -> None:
         self._entries.clear()
+
+
+class Latest(Generic[V]):
+    """A value that is read anew for everybody who asks, but only once for all who ask in the same moment."""
+
+    def __init__(self, read: Callable[[], Awaitable[V]]) -> None:
+        self._read = read
+        self._reading = asyncio.Lock()
+        self._next: asyncio.Task[V] | None = None
+
+    async def get(self) -> V:
+        """As it is after this was called: a reading that has begun before is not good enough."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._read_next())
+        return await asyncio.shield(self._next)  # others may be waiting for it when one gives up
+
+    async def _read_next(self) -> V:
+        async with self._reading:
+            self._next = None
+            return await self._read()

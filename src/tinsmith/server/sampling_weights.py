@@ -17,6 +17,7 @@ from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
 from tinsmith.server.engine.engine import Engine
+from tinsmith.server.snapshots import LostError
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store.records import Sampler
 
@@ -53,12 +54,19 @@ class SamplingWeights:
 
     def _find(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> None:
         spilled = self._spilled.path(sampler.sampler_id)
-        if sampler.model_path is not None:
-            self._add(sampler.sampler_id, self._from_checkpoint(sampler.model_path))
-        elif spilled.exists():
-            self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
-        else:
-            self.keep(sampler.sampler_id, rebuild(sampler).frozen_copy())
+        try:
+            if sampler.model_path is not None:
+                self._add(sampler.sampler_id, self._from_checkpoint(sampler.model_path))
+            elif spilled.exists():
+                self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
+            else:
+                self.keep(sampler.sampler_id, rebuild(sampler).frozen_copy())
+        except (FileNotFoundError, SafetensorError) as error:
+            raise LostError(
+                f"The weights of this sampling client are damaged on the server's disk ({error}). Make a new sampling "
+                "client, from the model or from another checkpoint.",
+                field="sampling_session_id",
+            ) from error
 
     def _from_checkpoint(self, path: str) -> FrozenAdapter:
         if not self._folders.exists(path):

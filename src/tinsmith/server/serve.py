@@ -9,6 +9,7 @@ import socket
 import h11
 import uvicorn
 from starlette.applications import Starlette
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -24,8 +25,23 @@ _OPEN_FILES = 65536
 _HEAD_SECONDS = 20.0
 """How long the head of a request may take, from its first byte or from the beginning of the connection."""
 
+_KEEP_ALIVE_SECONDS = 100
+"""How long a connection may be idle: longer than clients keep theirs, which is 90 s at most. One that the server closes
+may have a request on its way, and a heartbeat that finds none open has to make one."""
+
 _UNREAD_SECONDS = 60
 """How long an answer may lie unread before the connection is given up."""
+
+
+_TWO_LENGTHS = {b"content-length", b"transfer-encoding"}
+"""If a proxy goes by the one and we by the other, a second request can hide in the body of the first."""
+
+_refuse_two_lengths = Response(
+    b'{"detail":"The request has both Content-Length and Transfer-Encoding. Send one of them."}',
+    400,
+    {"connection": "close"},
+    "application/json",
+)
 
 
 class PatientOnce(H11Protocol):
@@ -44,6 +60,10 @@ class PatientOnce(H11Protocol):
         else:
             self._head_due = None
 
+    def _should_upgrade(self) -> bool:
+        """There is nothing to upgrade to; uvicorn would say how to install something, for every such request."""
+        return False
+
     def _await_head(self) -> None:
         """More of a head does not buy more time."""
         self._head_due = self._head_due or self.loop.time() + _HEAD_SECONDS
@@ -60,14 +80,19 @@ class ApiServer(uvicorn.Server):
                 interface="asgi3",
                 http=PatientOnce,
                 ws="none",
+                log_config=None,
                 log_level="warning",
                 access_log=False,
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_GRACE_SECONDS,
             )
         )
         self._app = app
 
     async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and {name for name, _ in scope["headers"]} >= _TWO_LENGTHS:
+            await _refuse_two_lengths(scope, receive, send)
+            return
         try:
             await self._app(scope, receive, send)
         except h11.LocalProtocolError:

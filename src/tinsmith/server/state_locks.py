@@ -51,6 +51,17 @@ def hold_as_worker(state: Path) -> None:
     fcntl.flock(os.open(state / _WORKERS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
 
 
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Of all threads and processes that come here with this file; one that dies makes room for the next."""
+    descriptor = os.open(file, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def _wait_for_workers(state: Path) -> None:
     descriptor = os.open(state / _WORKERS, os.O_CREAT | os.O_RDWR)
     try:

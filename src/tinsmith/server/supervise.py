@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.keeper import Keeper
-from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.messages import Figure, Replay, WorkerSettings
 from tinsmith.server.store import Store
 
 
 class WorkerProcesses:
-    def __init__(self, config: ServerConfig, folders: Mapping[str, Path], store: Store) -> None:
+    """`missing` says of base models that are not served why their files are of no use."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        folders: Mapping[str, Path],
+        store: Store,
+        missing: Mapping[str, str] | None = None,
+    ) -> None:
         self._store = store
+        self._missing = missing or {}
         self._keepers = {
             name: Keeper(name, _settings(config, name, folder), self._hear, self._refuse)
             for name, folder in folders.items()
@@ -32,7 +41,16 @@ class WorkerProcesses:
         return base_model in self._keepers and self._keepers[base_model].is_ready
 
     def problem(self, base_model: str) -> str | None:
-        return self._keepers[base_model].problem if base_model in self._keepers else None
+        return self._keepers[base_model].problem if base_model in self._keepers else self._missing.get(base_model)
+
+    def held_up(self, base_model: str) -> str | None:
+        return self._keepers[base_model].held_up if base_model in self._keepers else None
+
+    def replay(self, base_model: str) -> Replay | None:
+        return self._keepers[base_model].replay if base_model in self._keepers else None
+
+    def figures(self, base_model: str) -> Iterable[Figure]:
+        return self._keepers[base_model].told.figures() if base_model in self._keepers else ()
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)
@@ -57,7 +75,9 @@ class WorkerProcesses:
             notice(done)
 
     async def _refuse(self, base_model: str, reason: str) -> None:
-        self._hear(await asyncio.to_thread(self._store.jobs.fail_all, base_model, reason))
+        failed = await asyncio.to_thread(self._store.jobs.fail_all, base_model, reason)
+        self._keepers[base_model].told.add("tinsmith_jobs_given_up_total", len(failed))
+        self._hear(failed)
 
 
 def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
@@ -71,4 +91,8 @@ def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
         kv_tokens=config.kv_tokens,
         train_token_budget=config.train_token_budget,
         stall_seconds=config.stall_seconds,
+        replay_bound_seconds=config.replay_bound_seconds,
+        log_format=config.log_format,
+        log_level=config.log_level,
+        max_checkpoint_bytes=config.max_checkpoint_bytes,
     )

@@ -7,15 +7,17 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import Executor
 from datetime import datetime, timedelta
+from functools import partial
 
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.memory import collect
 from tinsmith.server.recent import Recent
-from tinsmith.server.snapshots import snapshot_path
+from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store import Store
 from tinsmith.server.store.database import utc_now
-from tinsmith.server.store.records import Sampler
+from tinsmith.server.store.records import Checkpoint, NewEvent, Sampler
 from tinsmith.server.waiting import Waiting, Workers, note_abandoned
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,7 @@ class Tidying:
         self._config = config
         self._store = store
         self._folders = folders
-        self._snapshots = CheckpointFolders(config.snapshots)
+        self._snapshots = SnapshotFolders(config.snapshots)
         self._spilled = SpilledWeights(config.samplers)
         self._waiting = waiting
         self._workers = workers
@@ -62,6 +64,7 @@ class Tidying:
         note_abandoned(abandoned, self._waiting, self._workers)
         await in_thread(threads, self._remove_old)
         self._samplers_in_use.clear()  # some may not be used any more
+        await in_thread(threads, collect)
 
     def _end_silent_sessions(self) -> None:
         """Silence counts only where we would have heard: not before a restart, nor while the machine slept."""
@@ -72,21 +75,32 @@ class Tidying:
         if now - self._listening_since < patience:
             return
         for session_id in self._store.sessions.end_silent(heard_before=now - patience):
-            log.info("The session %s has ended: its client was not heard of for %s.", session_id, patience)
+            log.info(
+                "The session %s has ended: its client was not heard of for %s.",
+                session_id,
+                patience,
+                extra={"session_id": session_id},
+            )
 
     def _remove_old(self) -> None:
         now = self._now()
         self._store.results.expire(now - timedelta(seconds=self._config.result_ttl_seconds))
         for checkpoint in self._store.checkpoints.expired():
-            self._folders.delete(checkpoint.key.tinker_path)
-            self._store.checkpoints.delete(checkpoint.key, checkpoint.owner)
+            forget = partial(self._store.checkpoints.delete_expired, checkpoint.key, _expiry(checkpoint))
+            self._folders.delete(checkpoint.key.tinker_path, forget)
         self._remove_unused(now - timedelta(seconds=self._config.idle_seconds))
+        self._store.audit.forget(now - timedelta(days=self._config.audit_days))
 
     def _remove_unused(self, idle_since: datetime) -> None:
-        for model_id, seq_id in self._store.models.remove_idle(idle_since).items():
-            if seq_id is not None:
-                self._snapshots.delete(snapshot_path(model_id, seq_id))
+        for model_id in self._store.models.remove_idle(idle_since):
+            self._snapshots.remove(model_id)
         self._store.samplers.remove_copies(idle_since)
         written = self._spilled.sampler_ids()
         for sampler_id in set(written) - self._store.samplers.kept(written):
             self._spilled.remove(sampler_id)
+        self._store.forget_sessions(idle_since)
+
+
+def _expiry(checkpoint: Checkpoint) -> NewEvent:
+    key = checkpoint.key
+    return NewEvent(owner=checkpoint.owner, event="checkpoint_expire", model_id=key.run_id, tinker_path=key.tinker_path)

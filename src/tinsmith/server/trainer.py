@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
@@ -14,13 +16,18 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.age import encrypt_files
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
-from tinsmith.server.engine.adapters import Adapter, AdapterSpec
+from tinsmith.server.engine.adapters import Adapter, AdapterSpec, layout_of
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.engine import Engine
+from tinsmith.server.engine.engine import _free_memory as free_device_memory
 from tinsmith.server.engine.train import RowOutput
 from tinsmith.server.full_disk import raise_if_full
 from tinsmith.server.live_models import LiveModels
+from tinsmith.server.logs import of_job
+from tinsmith.server.memory import available_memory
+from tinsmith.server.messages import Replay, WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.soundness import check_engine
 from tinsmith.server.store import Store, StoreUnavailableError, ids
 from tinsmith.server.store.checkpoints import name_taken
@@ -62,8 +69,27 @@ from tinsmith.wire.proto import TrainingRequest
 
 log = logging.getLogger(__name__)
 
+REPLAYED = {"create_model", "optim_step", "load_weights", "save_weights_for_sampler"}
+"""Besides data that leave a gradient: what a model, or a sampler's copy of it, is built from again."""
+
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
+
+
+SHARE_OF_MEMORY = 0.2
+"""What of the memory that a base model leaves free is for the models trained on it; batches and samples have theirs."""
+
+
+FLOATS_PER_WEIGHT = 4
+"""It, its gradient and two moments."""
+
+
+class _Ready(NamedTuple):
+    """A data job that was decoded."""
+
+    job: Job
+    rows: Sequence[TrainRow]
+    is_replayed: bool
 
 
 class Trainer:
@@ -74,16 +100,29 @@ class Trainer:
         engine: Engine,
         store: Store,
         folders: CheckpointFolders,
-        snapshots: CheckpointFolders,
+        snapshots: SnapshotFolders,
         weights: SamplingWeights,
-        base_model: str,
+        settings: WorkerSettings,
+        tell_replay: Callable[[Replay], None],
     ) -> None:
         self._engine = engine
         self._store = store
         self._folders = folders
+        self._snapshots = snapshots
         self._weights = weights
-        self._base_model = base_model
-        self.live = LiveModels(store, snapshots, weights, self._new_adapter, self._replay)
+        self._base_model = settings.base_model
+        self._max_checkpoint_bytes = settings.max_checkpoint_bytes
+        self.live = LiveModels(
+            store,
+            snapshots,
+            weights,
+            self._new_adapter,
+            self._adapter_bytes,
+            self._replay,
+            tell_replay,
+            replay_bound=settings.replay_bound_seconds,
+            max_bytes=int(SHARE_OF_MEMORY * _free_memory(engine)),
+        )
         self._run_one: Mapping[str, Callable[[Job], WireModel]] = {
             "create_model": self._create_model,
             "optim_step": self._optim_step,
@@ -99,17 +138,19 @@ class Trainer:
 
         If the database is out of reach or the disk is full there is none, and the live models may be half changed.
         """
+        self.live.make_room(jobs)
         if jobs[0].kind == "forward_backward":
             return self._forward_backward(jobs)
         return {job.request_id: self._outcome(job) for job in jobs}
 
     def _outcome(self, job: Job) -> Outcome:
         try:
-            return Done(result=json.encode(self._run_one[job.kind](job)), content_type=JSON)
+            result = json.encode(self._run_one[job.kind](job))
+            return Done(result=result, content_type=JSON, is_replayed=job.kind in REPLAYED)
         except InvalidInputError as error:
             if job.kind == "load_weights":
                 self._drop_halves(job)
-            return Failed(error=error.message, category="user")
+            return refused(error)
         except StoreUnavailableError:  # not this job's fault: it is done when the database is back
             raise
         except (OSError, SafetensorError) as error:
@@ -129,35 +170,38 @@ class Trainer:
 
     def _forward_backward(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
         outcomes: dict[str, Outcome] = {}
-        rows: dict[str, list[TrainRow]] = {}
+        ready: list[_Ready] = []
         for job in jobs:
             try:
-                rows[job.request_id] = self._rows(job)
+                ready.append(self._ready(job))
             except InvalidInputError as error:
-                outcomes[job.request_id] = Failed(error=error.message, category="user")
+                outcomes[job.request_id] = refused(error)
             except StoreUnavailableError:
                 raise
             except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
                 outcomes[job.request_id] = server_failure(job, error, self._engine)
-        return outcomes | self._through_engine([job for job in jobs if job.request_id in rows], rows)
+        return outcomes | self._through_engine(ready)
 
-    def _through_engine(self, jobs: Sequence[Job], rows: Mapping[str, Sequence[TrainRow]]) -> dict[str, Outcome]:
+    def _through_engine(self, ready: Sequence[_Ready]) -> dict[str, Outcome]:
         """All at once; if the engine fails on them, one by one, to see whose fault it is."""
-        if not jobs:
+        if not ready:
             return {}
         try:
-            outputs = iter(self._engine.forward_backward([row for job in jobs for row in rows[job.request_id]]))
+            outputs = iter(self._engine.forward_backward([row for each in ready for row in each.rows]))
         except Exception as error:  # noqa: BLE001 - the engine has left every gradient as it was
-            if len(jobs) == 1:
-                return {jobs[0].request_id: server_failure(jobs[0], error, self._engine)}
-            return {key: outcome for job in jobs for key, outcome in self._through_engine([job], rows).items()}
-        return {job.request_id: _data_outcome(list(islice(outputs, len(rows[job.request_id])))) for job in jobs}
+            if len(ready) == 1:
+                return {ready[0].job.request_id: server_failure(ready[0].job, error, self._engine)}
+            return {key: outcome for each in ready for key, outcome in self._through_engine([each]).items()}
+        return {each.job.request_id: _data_outcome(each, list(islice(outputs, len(each.rows)))) for each in ready}
 
-    def _rows(self, job: Job) -> list[TrainRow]:
+    def _ready(self, job: Job) -> _Ready:
         request = proto.decode_forward_backward_request(job.payload)
         adapter = self._adapter(job)
         graph = self._graph(job, request)
-        return [_row(job, request, datum, adapter, graph) for datum in request.input.data]
+        if not request.forward_only:
+            self.live.will_change(job.model_id or "")
+        rows = [_row(job, request, datum, adapter, graph) for datum in request.input.data]
+        return _Ready(job, rows, is_replayed=not request.forward_only)
 
     def _graph(self, job: Job, request: TrainingRequest) -> CustomLossGraph | None:
         if request.input.loss_fn != "custom":
@@ -176,7 +220,9 @@ class Trainer:
         return CreateModelResponse(model_id=job.model_id)
 
     def _optim_step(self, job: Job) -> OptimStepResponse:
-        return OptimStepResponse(metrics=self._step(job, self._adapter(job)))
+        adapter = self._adapter(job)
+        self.live.will_change(job.model_id or "")
+        return OptimStepResponse(metrics=self._step(job, adapter))
 
     def _step(self, job: Job, adapter: Adapter) -> dict[str, float]:
         params = json.decode(OptimStepRequest, job.payload).optim_params
@@ -243,29 +289,32 @@ class Trainer:
         taken = self._store.checkpoints.get(key, job.owner)
         if taken is not None and not overwrite and taken.request_id != job.request_id:
             raise name_taken(key)
-        with self._folders.writing(key.tinker_path) as folder:
+        expires = None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
+
+        def enter(size: int) -> None:
+            self._store.checkpoints.save(
+                NewCheckpoint(
+                    key=key,
+                    owner=job.owner,
+                    base_model=model.base_model,
+                    lora=model.lora,
+                    optimizer_config=model.optimizer_config,
+                    size_bytes=size,
+                    request_id=job.request_id,
+                    user_metadata=user_metadata,
+                    expires=expires,
+                ),
+                overwrite=overwrite,
+                most_bytes=self._max_checkpoint_bytes,
+            )
+
+        with self._folders.writing(key.tinker_path, enter) as folder:
             adapter_files.write_adapter(folder, adapter, model.base_model)
             if with_optimizer:
                 adapter_files.write_optimizer(folder, adapter)
             if recipients:
                 encrypt_files(folder, recipients)
-        size = self._folders.size_bytes(key.tinker_path)
-        expires = None if ttl_seconds is None else datetime.now(UTC) + timedelta(seconds=ttl_seconds)
-        self._store.checkpoints.save(
-            NewCheckpoint(
-                key=key,
-                owner=job.owner,
-                base_model=model.base_model,
-                lora=model.lora,
-                optimizer_config=model.optimizer_config,
-                size_bytes=size,
-                request_id=job.request_id,
-                user_metadata=user_metadata,
-                expires=expires,
-            ),
-            overwrite=overwrite,
-        )
-        return key.tinker_path, size
+        return key.tinker_path, self._folders.size_bytes(key.tinker_path)
 
     def _snapshot(self, job: Job, request: SaveWeightsForSamplerRequest) -> str:
         """A sampler of the weights as they are now, in memory."""
@@ -292,17 +341,19 @@ class Trainer:
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
         request, model = json.decode(LoadWeightsRequest, job.payload), self._model(job)
-        if model.snapshot_seq != job.seq_id:  # else its worker died after it was done and before it could say so
+        if model.snapshots.last != job.seq_id:  # else its worker died after it was done and before it could say so
+            folder = self._kept_checkpoint(job, request.path)
             adapter = self.live.begin(model) if job.seq_id == 0 else self._adapter(job)
-            self._load(job, adapter)
+            _load(request, folder, adapter)
             self.live.has_loaded(model.model_id, job.seq_id)
         return LoadWeightsResponse(path=request.path, model_id=job.model_id)
 
-    def _load(self, job: Job, adapter: Adapter) -> None:
-        request = json.decode(LoadWeightsRequest, job.payload)
-        if not self._folders.exists(request.path):
-            raise InvalidInputError(f"{request.path} does not exist any more.", field="path", value=request.path)
-        adapter_files.read_adapter(self._folders.folder(request.path), adapter, with_optimizer=request.optimizer)
+    def _kept_checkpoint(self, job: Job, path: str) -> Path:
+        """A copy for ourselves: the checkpoint may be gone or another one when it has to be loaded once more."""
+        try:
+            return self._snapshots.keep_loaded(job.model_id or "", job.seq_id, self._folders.folder(path))
+        except FileNotFoundError as error:
+            raise InvalidInputError(f"{path} does not exist any more.", field="path", value=path) from error
 
     def _unload_model(self, job: Job) -> UnloadModelResponse:
         model_id = json.decode(UnloadModelRequest, job.payload).model_id
@@ -319,7 +370,8 @@ class Trainer:
         if job.kind == "optim_step":
             self._step(job, adapter)
         elif job.kind == "load_weights":
-            self._load(job, adapter)
+            folder = self._snapshots.loaded(job.model_id or "", job.seq_id)
+            _load(json.decode(LoadWeightsRequest, job.payload), folder, adapter)
         elif job.kind == "save_weights_for_sampler":
             self._copy_again(job, adapter)
         elif job.kind == "forward_backward":
@@ -341,10 +393,10 @@ class Trainer:
             self._weights.keep(sampler_id, adapter.frozen_copy())
 
     def _new_adapter(self, model: Model) -> Adapter:
-        lora = model.lora
-        return self._engine.create_adapter(
-            AdapterSpec(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp, lora.train_unembed)
-        )
+        return self._engine.create_adapter(_spec(model))
+
+    def _adapter_bytes(self, model: Model) -> int:
+        return FLOATS_PER_WEIGHT * 4 * layout_of(self._engine.model.shape, _spec(model)).size
 
     def _model(self, job: Job) -> Model:
         model = self._store.models.get(job.model_id or "", job.owner)
@@ -366,7 +418,33 @@ def _row(job: Job, request: TrainingRequest, datum: Datum, adapter: Adapter, gra
     )
 
 
-def _data_outcome(outputs: Sequence[RowOutput]) -> Outcome:
+def _free_memory(engine: Engine) -> int:
+    device = engine.model.device
+    return free_device_memory(device) if device.type == "cuda" else available_memory()
+
+
+def _spec(model: Model) -> AdapterSpec:
+    lora = model.lora
+    return AdapterSpec(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp, lora.train_unembed)
+
+
+def _load(request: LoadWeightsRequest, folder: Path, adapter: Adapter) -> None:
+    try:
+        adapter_files.read_adapter(folder, adapter, with_optimizer=request.optimizer)
+    except (FileNotFoundError, SafetensorError) as error:
+        raise InvalidInputError(
+            f"The files of {request.path} are damaged ({error}), so it was not loaded and nothing was changed. Load "
+            "another checkpoint, or ask who runs the server for a backup.",
+            field="path",
+            value=request.path,
+        ) from error
+
+
+def refused(error: InvalidInputError) -> Failed:
+    return Failed(error=error.message, category="server" if isinstance(error, LostError) else "user")
+
+
+def _data_outcome(ready: _Ready, outputs: Sequence[RowOutput]) -> Outcome:
     for output in outputs:
         if output.error is not None:
             return Failed(error=output.error.message, category="user")
@@ -377,7 +455,8 @@ def _data_outcome(outputs: Sequence[RowOutput]) -> Outcome:
         ],
         metrics={"loss:sum": sum(output.loss for output in outputs), **_custom_metrics(outputs)},
     )
-    return Done(result=proto.encode_forward_backward_output(result), content_type=PROTOBUF)
+    encoded = proto.encode_forward_backward_output(result)
+    return Done(result=encoded, content_type=PROTOBUF, is_replayed=ready.is_replayed)
 
 
 def _custom_metrics(outputs: Sequence[RowOutput]) -> dict[str, float]:
@@ -388,7 +467,7 @@ def _custom_metrics(outputs: Sequence[RowOutput]) -> dict[str, float]:
 
 
 def _disk_failure(job: Job, error: Exception) -> Failed:
-    log.error("%s %s failed: %s", job.kind, job.request_id, error)
+    log.error("%s %s failed: %s", job.kind, job.request_id, error, extra=of_job(job))
     return Failed(
         error=f"The server could not write or read the files of this operation: {error}. It changed nothing; free or "
         "mend the server's disk, and send it again.",
@@ -398,7 +477,7 @@ def _disk_failure(job: Job, error: Exception) -> Failed:
 
 def server_failure(job: Job, error: Exception, engine: Engine) -> Failed:
     """The outcome of a job that met an error of ours; if the engine is lost with it, there is none."""
-    log.error("%s %s failed", job.kind, job.request_id, exc_info=error)
+    log.error("%s %s failed", job.kind, job.request_id, exc_info=error, extra=of_job(job))
     check_engine(engine)
     return Failed(
         error=f"The server failed on this operation ({type(error).__name__}); see its log.", category="server"

@@ -16,6 +16,9 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.messages import Figure, Replay
+from tinsmith.server.outage import Outage
+from tinsmith.server.store import StoreUnavailableError
 from tinsmith.server.store.records import Abandoned, Status
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,15 @@ class Workers(Protocol):
 
     def problem(self, base_model: str) -> str | None:
         """Why this model will not be loaded at all, if so."""
+
+    def held_up(self, base_model: str) -> str | None:
+        """What the worker waits for, if it can do nothing at the moment."""
+
+    def replay(self, base_model: str) -> Replay | None:
+        """Which model is being built again, if one is, and how far it is."""
+
+    def figures(self, base_model: str) -> Iterable[Figure]:
+        """What its workers have counted, for the page of metrics."""
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         """Call `notice` on the API's event loop with the ids of jobs that have just finished."""
@@ -103,8 +115,8 @@ class Board(Generic[T]):
     def all_due(self) -> None:
         self._due.update(self._questions)
 
-    async def answer(self) -> None:
-        """Ask the store about what is due."""
+    async def answer(self) -> bool:
+        """Ask the store about what is due; False if nobody wants to know anything."""
         due = set(islice(self._due, _MAX_TOGETHER))
         self._due -= due
         if self._due:
@@ -112,12 +124,13 @@ class Board(Generic[T]):
         # Taken before the query: a question asked meanwhile wants to know what is true after it was asked.
         asked = {name: list(self._questions.get(name, ())) for name in due}
         if not any(asked.values()):
-            return
+            return False
         known = await self._known(list(asked))
         for name, questions in asked.items():
             for question in questions:
                 if question.is_answer(known.get(name)):
                     question.settle(known.get(name))
+        return True
 
     async def _known(self, names: Sequence[str]) -> Mapping[str, T]:
         """A name that no database can hold (with a NUL, say) is unknown, and spoils nobody else's answer."""
@@ -144,6 +157,12 @@ class Waiting:
         self._limits: set[asyncio.Timeout] = set()
         self._is_draining = False
         self._pending: dict[str, str] = {}
+        self._outage = Outage(log)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether the store did not answer when it was asked last."""
+        return self._outage.is_on
 
     def __len__(self) -> int:
         """How many questions are open."""
@@ -204,11 +223,14 @@ class Waiting:
                 look_again = clock.time() + _LOOK_AGAIN_SECONDS
                 self._jobs.all_due()
                 self._streams.all_due()
+            # Questions that were not answered stay, and are due again when all are looked at.
             try:
-                await self._jobs.answer()
-                await self._streams.answer()
+                if await self._jobs.answer() | await self._streams.answer():
+                    self._outage.is_over()
+            except StoreUnavailableError as error:
+                self._outage.met("The database is out of reach, so those who wait for results wait on", error)
+                await asyncio.sleep(_LOOK_AGAIN_SECONDS)
             except Exception:
-                # The questions stay, and are due again when all are looked at; everybody who asks has a time limit.
                 log.exception("could not look up jobs")
                 await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 

@@ -9,41 +9,48 @@ Jobs that kill their worker are dealt with in `suspects.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server import audit
 from tinsmith.server.bell import Bell
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.checks import check_sampler
 from tinsmith.server.engine.adapters import Adapter
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.generate import SampleDone, SampleWork
+from tinsmith.server.engine.generate import SampleDone
+from tinsmith.server.engine.running import SampleWork
 from tinsmith.server.engine.stopping import Decode
 from tinsmith.server.memory import give_back_memory
-from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.messages import Replay, WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, schedule
+from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Outcome, Sampler
 from tinsmith.server.suspects import epitaph, max_attempts, together
-from tinsmith.server.trainer import PROTOBUF, Trainer, server_failure
+from tinsmith.server.trainer import PROTOBUF, Trainer, refused, server_failure
 from tinsmith.server.watchdog import Watchdog
-from tinsmith.types import SampleRequest
+from tinsmith.server.worker_metrics import WorkerMetrics
+from tinsmith.types import SampleRequest, SamplingParams
 from tinsmith.wire import json, proto
 
 LOOK_AGAIN_SECONDS = 1.0
 MAX_CLAIMED_TRAINING = 64
 MAX_CLAIMED_SAMPLES = 256
+MAX_CLAIMED_BYTES = 256 * 2**20
+"""Of the payloads of each kind together; decoded they may be several times as large."""
 REMEMBERED = 0.9
 """What was served counts less with every later turn: a long night alone must not cost the whole next day."""
 NEGLIGIBLE = 1e-6
 
 
 class Worker:
-    """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`.
+    """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`, and what is done again.
 
     `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
     """
@@ -56,6 +63,8 @@ class Worker:
         bell: Bell,
         tell_done: Callable[[Sequence[str]], None],
         forgiven: Collection[str] = (),
+        tell_replay: Callable[[Replay], None] = lambda replay: None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self._name = f"worker-{uuid4().hex[:12]}"
         self._base_model = settings.base_model
@@ -67,8 +76,11 @@ class Worker:
         state = Path(settings.state)
         folders = CheckpointFolders(state / "checkpoints")
         self._weights = SamplingWeights(engine, folders, SpilledWeights(state / "samplers"))
-        snapshots = CheckpointFolders(state / "snapshots")
-        self._trainer = Trainer(engine, store, folders, snapshots, self._weights, settings.base_model)
+        snapshots = SnapshotFolders(state / "snapshots")
+        self._metrics = metrics or WorkerMetrics()
+        self._tell_replay = tell_replay
+        self._trainer = Trainer(engine, store, folders, snapshots, self._weights, settings, self._note_replay)
+        self._trainer.live.metrics = self._metrics
         self._decode = tokenizer_decode(Path(settings.folder))
         self._training: dict[str, Job] = {}
         self._to_sample: dict[str, Job] = {}
@@ -97,9 +109,19 @@ class Worker:
                 self._may_claim = self._bell.rang(within_seconds=LOOK_AGAIN_SECONDS)
                 if not self._may_claim:
                     give_back_memory()
+            self._tell_figures()
         self._watchdog.rest()
         self._store.jobs.release(self._base_model, self._name, begun=self._begun)
         self._trainer.live.put_away_all()
+
+    def _tell_figures(self) -> None:
+        if self._metrics.is_due:
+            self._metrics.look(len(self._trainer.live), self._engine.usage())
+            self._metrics.tell()
+
+    def _note_replay(self, replay: Replay) -> None:
+        self._metrics.replaying(replay.replayed < replay.total)
+        self._tell_replay(replay)
 
     def abandon(self) -> Collection[str]:
         """Leaves the engine as if it had never worked for this one, whose successor will find its jobs in the store.
@@ -119,6 +141,11 @@ class Worker:
         )
         self._begun.clear()
         self._tell_done(over)
+        known = self._store.results.statuses(over).values()
+        given_up = [each for each in known if isinstance(each.outcome, Failed)]
+        self._metrics.gave_up(len(given_up))
+        for event in filter(None, map(audit.given_up, given_up)):
+            self._store.audit.record(event)
 
     def _look(self) -> None:
         """Takes new jobs from the store, and drops what nobody wants any more."""
@@ -127,6 +154,8 @@ class Worker:
             self._name,
             train=MAX_CLAIMED_TRAINING - len(self._training),
             sample=MAX_CLAIMED_SAMPLES - len(self._sampling) - len(self._to_sample),
+            train_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._training),
+            sample_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._to_sample) - _payload_bytes(self._sampling),
         )
         for job in claimed:
             (self._training if job.lane == "train" else self._to_sample)[job.request_id] = job
@@ -143,17 +172,19 @@ class Worker:
         self._watchdog.beat()
         started = time.perf_counter()
         if train and (not sample or self._spent.get("training", 0.0) <= self._spent.get("sampling", 0.0)):
-            kind = "training"
-            self._train()
+            kind, operation = "training", self._train()
         else:
-            kind = "sampling"
+            kind, operation = "sampling", "sample"
             self._sample()
-        note_served(self._spent, [(kind, time.perf_counter() - started)])
+        seconds = time.perf_counter() - started
+        note_served(self._spent, [(kind, seconds)])
+        self._metrics.worked(operation, seconds)
         return True
 
     # Training
 
-    def _train(self) -> None:
+    def _train(self) -> str:
+        """Gives back the kind of the operations that were done."""
         waiting = [
             TrainingJob(
                 job.request_id, job.kind, job.owner, job.model_id or "", job.seq_id, job.size, job.created.timestamp()
@@ -161,14 +192,17 @@ class Worker:
             for job in together(self._training.values())
         ]
         batch = schedule(waiting, Served(self._by_owner, self._by_model), self._engine.train_token_budget)
-        jobs = [self._training.pop(job.request_id) for job in batch]
+        jobs = self._trainer.live.that_fit([self._training[job.request_id] for job in batch])
+        for job in jobs:
+            del self._training[job.request_id]
         note_served(self._by_owner, [(job.owner, job.size) for job in jobs])
         note_served(self._by_model, [(job.model_id or "", job.size) for job in jobs])
         self._begin(jobs)
         started = time.perf_counter()
-        accepted = self._complete(self._trainer.run(jobs))
+        accepted = self._complete(self._trainer.run(jobs), jobs)
         self._trainer.live.finished(jobs, accepted, time.perf_counter() - started)
         self._may_claim = True  # the next jobs of these models
+        return jobs[0].kind
 
     # Sampling
 
@@ -182,7 +216,7 @@ class Worker:
         try:
             work = self._work(job)
         except InvalidInputError as error:
-            self._complete({job.request_id: Failed(error=error.message, category="user")})
+            self._complete({job.request_id: refused(error)})
         except StoreUnavailableError:
             raise
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
@@ -202,7 +236,7 @@ class Worker:
         return SampleWork(
             key=job.request_id,
             prompt=request.prompt.to_ints(),
-            params=request.sampling_params,
+            params=seeded(request.sampling_params, job.request_id),
             num_samples=request.num_samples,
             adapter=self._weights.get(sampler, self._rebuilt),
             prompt_logprobs=bool(request.prompt_logprobs),
@@ -232,7 +266,7 @@ class Worker:
         try:
             return self._trainer.live.rebuilt(model, before_seq=sampler.model_seq_id)
         except InvalidInputError as error:
-            raise InvalidInputError(
+            raise LostError(
                 f"The weights of this sampler are lost with {model.model_id}: {error.message.rstrip('.')}. Make a new "
                 "sampling client from a checkpoint.",
                 field="sampling_session_id",
@@ -282,13 +316,24 @@ class Worker:
     def _begin(self, jobs: Sequence[Job]) -> None:
         request_ids = [job.request_id for job in jobs]
         self._store.jobs.begin(self._name, request_ids)
+        self._metrics.begun(jobs)
         self._begun.update(request_ids)
 
-    def _complete(self, outcomes: dict[str, Outcome]) -> list[str]:
-        accepted = self._store.jobs.complete(self._name, outcomes)
+    def _complete(self, outcomes: dict[str, Outcome], training: Sequence[Job] = ()) -> list[str]:
+        """What became of training jobs, or of samples."""
+        events = {job.request_id: audit.finished(job, outcomes[job.request_id]) for job in training}
+        kept = {request_id: event for request_id, event in events.items() if event is not None}
+        accepted = self._store.jobs.complete(self._name, outcomes, kept)
+        kinds = {job.request_id: job.kind for job in training}
+        for request_id, outcome in outcomes.items():
+            self._metrics.finished(kinds.get(request_id, "sample"), outcome)
         self._begun.difference_update(outcomes)
         self._tell_done(accepted)
         return accepted
+
+
+def _payload_bytes(jobs: Mapping[str, Job]) -> int:
+    return sum(len(job.payload) for job in jobs.values())
 
 
 def note_served(served: dict[str, float], amounts: Iterable[tuple[str, float]]) -> None:
@@ -299,6 +344,17 @@ def note_served(served: dict[str, float], amounts: Iterable[tuple[str, float]]) 
             del served[name]
     for name, amount in amounts:
         served[name] = served.get(name, 0.0) + amount
+
+
+def seeded(params: SamplingParams, request_id: str) -> SamplingParams:
+    """With a seed of its own if the client gave none, so that a sample that is drawn again comes out the same.
+
+    A request's id holds the random id of its session: nobody else has it, and no two requests have the same.
+    """
+    if params.seed is not None:
+        return params
+    drawn = blake2b(request_id.encode(), digest_size=8).digest()
+    return params.model_copy(update={"seed": int.from_bytes(drawn, "big", signed=True)})
 
 
 def tokenizer_decode(folder: Path) -> Decode | None:

@@ -19,26 +19,35 @@ from pathlib import Path
 import msgspec
 
 from tinsmith.errors import ConfigError
+from tinsmith.server import logs
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine, choose_threads
-from tinsmith.server.full_disk import DiskFullError
-from tinsmith.server.messages import Message, WorkerSettings
+from tinsmith.server.full_disk import DiskFullError, is_full
+from tinsmith.server.messages import Figure, Message, Replay, WorkerSettings
+from tinsmith.server.outage import Outage
 from tinsmith.server.soundness import try_engine
 from tinsmith.server.state_locks import hold_as_worker
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.suspects import HELD_UP
 from tinsmith.server.worker import LOOK_AGAIN_SECONDS, Worker
+from tinsmith.server.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
 _INPUT = 0
+_HELD_UP = {
+    "disk": "the server's disk is full; work goes on when there is room",
+    "database": "the server's database is out of reach; work goes on when it is back",
+}
+"""For those who wait for results."""
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # both may reach the whole group, and the parent decides
     settings = msgspec.json.decode(_first_line(), type=WorkerSettings)
+    logs.configure(settings.log_format, settings.log_level, base_model=settings.base_model)
+    logs.log_what_ends_us()
     hold_as_worker(Path(settings.state))
     run(settings, _opened_store(settings.database))
 
@@ -46,16 +55,27 @@ def main() -> None:
 def run(settings: WorkerSettings, store: Store) -> None:
     """One worker after another, as often as database or disk hold one up: the base model stays loaded meanwhile."""
     engine, bell = _opened_engine(settings), Bell(_INPUT)
+    metrics, outage = WorkerMetrics(_tell_figures, engine.usage()), Outage(log)
+
+    def tell_done(request_ids: Sequence[str]) -> None:
+        if request_ids:
+            outage.is_over()
+            _tell(Message(done=tuple(request_ids)))
+
     _tell(Message(ready=True))
     forgiven: Collection[str] = ()
     while not bell.is_closed:
-        worker = Worker(settings, store, engine, bell, _tell_done, forgiven)
+        worker = Worker(settings, store, engine, bell, tell_done, forgiven, _tell_replay, metrics)
         try:
             worker.run()
-        except StoreUnavailableError as error:
-            log.error("The database is out of reach or full, so work waits: %s", error)
-        except DiskFullError as error:
-            log.error("The disk of %s is full, so work waits until there is room: %s", settings.state, error)
+        except (StoreUnavailableError, DiskFullError) as error:
+            if isinstance(error, DiskFullError) or is_full(error):
+                cause, what = "disk", f"The disk of {settings.state} is full, so work waits until there is room"
+            else:
+                cause, what = "database", "The database is out of reach, so work waits until it is back"
+            outage.met(what, error)
+            metrics.was_held_up(cause)
+            _tell(Message(held_up=_HELD_UP[cause]))
         else:
             return
         forgiven = worker.abandon()
@@ -63,9 +83,12 @@ def run(settings: WorkerSettings, store: Store) -> None:
         time.sleep(LOOK_AGAIN_SECONDS)
 
 
-def _tell_done(request_ids: Sequence[str]) -> None:
-    if request_ids:
-        _tell(Message(done=tuple(request_ids)))
+def _tell_replay(replay: Replay) -> None:
+    _tell(Message(replay=replay))
+
+
+def _tell_figures(figures: Sequence[Figure]) -> None:
+    _tell(Message(figures=tuple(figures)))
 
 
 def _tell(message: Message) -> None:
@@ -76,12 +99,12 @@ def _tell(message: Message) -> None:
 
 def _opened_store(url: str) -> Store:
     """Waits for a database that is out of reach, unless the parent is gone."""
-    parent = os.getppid()
+    parent, outage = os.getppid(), Outage(log)
     while True:
         try:
             return Store(url)
         except StoreUnavailableError as error:
-            log.warning("The database is out of reach: %s", error)
+            outage.met("The database is out of reach, so its model is not loaded yet", error)
             time.sleep(LOOK_AGAIN_SECONDS)
             if os.getppid() != parent:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,6 +21,7 @@ from tinsmith.server.store import Store
 MODELS = ("tiny/model-1", "tiny/model-2")
 KEY = "tml-any"
 _STOP_SECONDS = 10.0
+_RESULT_SECONDS = 60.0
 
 
 def facts(name: str, max_context: int = 512) -> ModelFacts:
@@ -54,7 +56,9 @@ class RunningServer:
         self.app_models = {name: facts(name) for name in MODELS}
 
     def __enter__(self) -> Self:
-        self.workers = StandInWorkers(self.store, CheckpointFolders(self.config.checkpoints), MODELS)
+        self.workers = StandInWorkers(
+            self.store, CheckpointFolders(self.config.checkpoints), MODELS, self.config.max_checkpoint_bytes
+        )
         self.app = create_app(self.config, self.store, self.app_models, self.workers)
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
@@ -131,4 +135,7 @@ class RunningServer:
     def result(self, acknowledged: Answer, **options: Any) -> Any:
         """What became of an accepted request, as JSON."""
         assert acknowledged.status == 200, acknowledged
-        return self.post("retrieve_future", {"request_id": acknowledged.json()["request_id"]}, **options).json()
+        body, end = {"request_id": acknowledged.json()["request_id"]}, time.monotonic() + _RESULT_SECONDS
+        while (answer := self.post("retrieve_future", body, **options)).status == 408:
+            assert time.monotonic() < end, answer.body
+        return answer.json()

@@ -17,7 +17,8 @@ from tests.support import codec
 from tests.support.engine import Policy, run_loss, sample
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.store import Store
+from tinsmith.server.messages import Figure, Replay
+from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import (
     CheckpointKey,
     CheckpointKind,
@@ -37,8 +38,16 @@ FILES = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safeten
 class StandInWorkers:
     """Satisfies `tinsmith.server.waiting.Workers` for every base model at once."""
 
-    def __init__(self, store: Store, folders: CheckpointFolders, base_models: Sequence[str]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        folders: CheckpointFolders,
+        base_models: Sequence[str],
+        max_checkpoint_bytes: int | None = None,
+    ) -> None:
         self.ready = True
+        self.trouble: str | None = None
+        self.replaying: Replay | None = None
         self.woken: Counter[str] = Counter()
         self.executed: list[Job] = []
         self.is_silent = False
@@ -47,6 +56,7 @@ class StandInWorkers:
         self._store = store
         self._folders = folders
         self._base_models = base_models
+        self._max_checkpoint_bytes = max_checkpoint_bytes
         self._held: set[str] = set()
         self._policies: dict[str, Policy] = {}
         self._notices: list[Callable[[Sequence[str]], None]] = []
@@ -62,6 +72,15 @@ class StandInWorkers:
 
     def problem(self, base_model: str) -> str | None:
         return None
+
+    def held_up(self, base_model: str) -> str | None:
+        return self.trouble
+
+    def replay(self, base_model: str) -> Replay | None:
+        return self.replaying
+
+    def figures(self, base_model: str) -> Sequence[Figure]:
+        return ()
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)
@@ -92,14 +111,18 @@ class StandInWorkers:
         while True:
             await self._work.wait()
             self._work.clear()
-            waiting += await asyncio.to_thread(self._claim)
-            ready = [job for job in waiting if job.kind not in self._held]
-            waiting = [job for job in waiting if job.kind in self._held]
-            if ready:
-                done = await asyncio.to_thread(self._execute, ready)
-                if not self.is_silent:
-                    for notice in self._notices:
-                        notice(done)
+            try:
+                waiting += await asyncio.to_thread(self._claim)
+                ready = [job for job in waiting if job.kind not in self._held]
+                done = await asyncio.to_thread(self._execute, ready) if ready else []
+            except StoreUnavailableError:  # a real worker would not die of it either
+                await asyncio.sleep(0.05)
+                self._work.set()
+                continue
+            waiting = [job for job in waiting if job not in ready]
+            if not self.is_silent:
+                for notice in self._notices:
+                    notice(done)
 
     def _claim(self) -> list[Job]:
         return [
@@ -178,26 +201,30 @@ class StandInWorkers:
         key = CheckpointKey(run_id=_model(job), kind=kind, name=asked["path"])
         model = self._store.models.get(_model(job), job.owner)
         assert model is not None
-        with self._folders.writing(key.tinker_path) as folder:
+        ttl = asked.get("ttl_seconds")
+
+        def enter(size: int) -> None:
+            self._store.checkpoints.save(
+                NewCheckpoint(
+                    key=key,
+                    owner=job.owner,
+                    base_model=job.base_model,
+                    lora=model.lora,
+                    optimizer_config=model.optimizer_config,
+                    size_bytes=size,
+                    request_id=job.request_id,
+                    user_metadata=asked.get("user_metadata"),
+                    expires=None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl),
+                ),
+                overwrite=asked.get("overwrite", False),
+                most_bytes=self._max_checkpoint_bytes,
+            )
+
+        with self._folders.writing(key.tinker_path, enter) as folder:
             for name, content in FILES.items():
                 (folder / name).write_bytes(content)
             policy = self._policies[_model(job)]
             (folder / "policy.json").write_bytes(msgspec.json.encode([policy.steps, policy.moment]))
-        ttl = asked.get("ttl_seconds")
-        self._store.checkpoints.save(
-            NewCheckpoint(
-                key=key,
-                owner=job.owner,
-                base_model=job.base_model,
-                lora=model.lora,
-                optimizer_config=model.optimizer_config,
-                size_bytes=self._folders.size_bytes(key.tinker_path),
-                request_id=job.request_id,
-                user_metadata=asked.get("user_metadata"),
-                expires=None if ttl is None else datetime.now(UTC) + timedelta(seconds=ttl),
-            ),
-            overwrite=asked.get("overwrite", False),
-        )
         return key.tinker_path
 
     def _load_weights(self, job: Job) -> Any:

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 
 from tests.server.api.running import Answer, RunningServer
+from tinsmith.server.messages import Replay
+from tinsmith.server.routes import futures
+from tinsmith.server.store import StoreUnavailableError
+from tinsmith.server.store.database import Database
 from tinsmith.server.store.records import Status
 from tinsmith.wire import proto
 
@@ -46,6 +50,58 @@ def test_a_result_can_be_fetched_again_and_again(server: RunningServer) -> None:
     )
 
 
+def test_a_poll_tells_what_the_worker_waits_for_or_does_again(impatient: RunningServer) -> None:
+    mine, other = impatient.model(), impatient.model()
+    impatient.workers.hold("optim_step")
+    jobs = [step(impatient, model_id, 1).json()["request_id"] for model_id in (mine, other)]
+
+    def reasons() -> list[str]:
+        answers = [poll(impatient, request_id) for request_id in jobs]
+        assert [(answer.status, answer.json()["queue_state"]) for answer in answers] == [(408, "paused_capacity")] * 2
+        return [answer.json()["queue_state_reason"] for answer in answers]
+
+    impatient.workers.trouble = "the server's disk is full; work goes on when there is room"
+    assert reasons() == ["the server's disk is full; work goes on when there is room"] * 2
+    impatient.workers.trouble = None
+    impatient.workers.replaying = Replay(model_id=mine, replayed=120, total=357)
+    assert reasons() == [
+        "rebuilding after a restart: 120 of 357 operations replayed",
+        "rebuilding another model after a restart: 120 of 357 operations replayed",
+    ]
+    impatient.workers.replaying = None
+    assert poll(impatient, jobs[0]).json()["queue_state"] == "active"
+
+
+def test_a_database_out_of_reach_is_a_pause_for_those_who_wait_and_a_503_for_those_who_submit(
+    impatient: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_id = impatient.model()
+    impatient.workers.hold("optim_step")
+    request_id = step(impatient, model_id, 1).json()["request_id"]
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise StoreUnavailableError("SELECT", {}, Exception("connection refused\nIs the server running?"))
+
+    with monkeypatch.context() as cut:
+        cut.setattr(futures, "_AWAY_SECONDS", 0.01)
+        cut.setattr(Database, "read", gone)
+        cut.setattr(Database, "write", gone)
+        for _ in range(3):
+            waits = poll(impatient, request_id)
+            assert (waits.status, waits.json()["queue_state"]) == (408, "paused_capacity")
+            assert "the server's database is out of reach" in waits.json()["queue_state_reason"]
+        refused = step(impatient, model_id, 2)
+        assert (refused.status, refused.headers["retry-after"]) == (503, "5")
+    impatient.workers.release()
+    assert impatient.result(step(impatient, model_id, 2))
+    assert poll(impatient, request_id).json()["metrics"]["step"] == 1
+    told = [record for record in caplog.records if record.name == "tinsmith.server.waiting"]
+    assert [record.exc_info for record in told] == [None, None]
+    assert "so those who wait for results wait on: " in told[0].message
+    assert "Is the server" not in told[0].message
+    assert "Work goes on after" in told[1].message
+
+
 def test_a_result_that_is_not_there_yet_is_a_408_with_try_again(impatient: RunningServer) -> None:
     model_id = impatient.model()
     impatient.workers.hold("optim_step")
@@ -58,7 +114,10 @@ def test_a_result_that_is_not_there_yet_is_a_408_with_try_again(impatient: Runni
     impatient.workers.ready = False
     assert poll(impatient, request_id).json()["queue_state_reason"] == "tiny/model-1 is being loaded"
     early = step(impatient, model_id, 3).json()["request_id"]
-    assert "a lower number (seq_id) has not arrived" in poll(impatient, early).json()["queue_state_reason"]
+    assert (
+        "the lower number (seq_id) 2 of this model has not arrived"
+        in poll(impatient, early).json()["queue_state_reason"]
+    )
     impatient.workers.release()
 
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from starlette.routing import Route
 
-from tests.server.api.running import RunningServer
+from tests.server.api.running import Answer, RunningServer
+from tests.server.api.test_limits import custom_loss
 
 ANNA, BORIS = "tml-anna", "tml-boris"
+NOBODY = "00000000-0000-4000-8000-000000000000"
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    with RunningServer(tmp_path_factory.mktemp("shared"), api_keys=(ANNA, BORIS)) as running:
+    with RunningServer(tmp_path_factory.mktemp("shared"), api_keys=(ANNA, BORIS), long_poll_seconds=5) as running:
         yield running
 
 
@@ -27,75 +30,236 @@ def things(shared: RunningServer) -> dict[str, str]:
     saved = shared.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "state"}, key=ANNA)
     exported = shared.post("save_weights_external", {"model_id": model_id, "seq_id": 2, "path": "out"}, key=ANNA)
     shared.result(exported, key=ANNA)
+    loss = shared.result(shared.post("create_custom_loss", custom_loss(session_id, 0), key=ANNA), key=ANNA)
     return {
         "session": session_id,
         "model": model_id,
         "sampler": shared.sampler(session_id, key=ANNA),
         "request": saved.json()["request_id"],
         "path": shared.result(saved, key=ANNA)["path"],
+        "loss": loss["loss_id"],
     }
 
 
-CALLS: dict[str, tuple[str, str, Any]] = {
-    "heartbeat": ("POST", "session_heartbeat", {"session_id": "{session}"}),
-    "finish": ("POST", "sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}),
-    "session": ("GET", "sessions/{session}", None),
-    "project": ("PUT", "sessions/{session}/project", {"project_id": "mine"}),
-    "trace": ("GET", "sessions/{session}/trace_export", None),
-    "create_model": ("POST", "create_model", {"session_id": "{session}", "model_seq_id": 5, "base_model": "x"}),
-    "get_info": ("POST", "get_info", {"model_id": "{model}"}),
-    "optim_step": ("POST", "optim_step", {"model_id": "{model}", "seq_id": 9, "adam_params": {}}),
-    "unload": ("POST", "unload_model", {"model_id": "{model}"}),
-    "future": ("POST", "retrieve_future", {"request_id": "{request}"}),
-    "cancel": ("POST", "cancel_future", {"request_id": "{request}"}),
-    "sampler": ("GET", "samplers/{sampler}", None),
-    "join": ("POST", "join_sampling_session", {"sampling_session_id": "{sampler}"}),
-    "asample": ("POST", "asample", {"sampling_session_id": "{sampler}", "seq_id": 0}),
-    "run": ("GET", "training_runs/{model}", None),
-    "checkpoints": ("GET", "training_runs/{model}/checkpoints", None),
-    "weights_info": ("POST", "weights_info", {"tinker_path": "{path}"}),
-    "copy": ("POST", "copy_weights", {"source_path": "{path}"}),
-    "publish": ("POST", "training_runs/{model}/checkpoints/weights/state/publish", None),
-    "unpublish": ("DELETE", "training_runs/{model}/checkpoints/weights/state/publish", None),
-    "ttl": ("PUT", "training_runs/{model}/checkpoints/weights/state/ttl", {"ttl_seconds": 3600}),
-    "delete": ("DELETE", "training_runs/{model}/checkpoints/weights/state", None),
-    "urls": ("GET", "training_runs/{model}/checkpoints/external_weights/out/external_weights_urls", None),
-    "archive": ("GET", "training_runs/{model}/checkpoints/weights/state/archive", None),
+class Ask(NamedTuple):
+    """A request of Boris that names something of Anna's, and the status that it gets."""
+
+    body: Any = None
+    status: int = 404
+    query: str = ""
+
+
+EXAMPLES = {"data": [], "loss_fn": "cross_entropy"}
+TOKENS = {"chunks": [{"type": "encoded_text", "tokens": [1]}]}
+DATUM = {
+    "model_input": TOKENS,
+    "loss_fn_inputs": {"target_tokens": {"data": [1], "dtype": "int64", "shape": [1]}},
 }
+CUSTOM = {"data": [DATUM], "loss_fn": "custom", "loss_fn_config": {"loss_id": "{loss}"}}
+TARGET = {"type": "sampling_session", "sampling_session_id": "{sampler}", "cloned_sampler_id": 0}
+OPERATION = {"model_id": "{model}", "seq_id": 9}
+CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
+EXPORTED = {"{kind}": "external_weights", "{name}": "out", "{file:path}": "adapter_config.json"}
+ACCESSIBLE = "?access_scope=accessible"
+
+NAMES: dict[str, tuple[Ask, ...]] = {
+    "POST /api/v1/session_heartbeat": (Ask({"session_id": "{session}"}),),
+    "POST /api/v1/sessions/search": (
+        Ask({"session_id": "{session}", "owner": {"type": "accessible"}}, 200),
+        Ask({"session_id": "{session}", "owner": {"type": "own"}}, 200),
+        Ask({"display_name": "secret", "owner": {"type": "accessible"}}, 200),
+    ),
+    "POST /api/v1/sessions/{session_id}/finish": (Ask({"reason": {"type": "success"}, "detail": None}),),
+    "GET /api/v1/sessions/{session_id}": (Ask(), Ask(query=ACCESSIBLE)),
+    "PUT /api/v1/sessions/{session_id}/project": (Ask({"project_id": "mine"}),),
+    "GET /api/v1/sessions/{session_id}/trace_export": (Ask(),),
+    "GET /api/v1/traces/{session_id}": (
+        Ask(status=403),
+        Ask(status=403, query="?key=1&expires=9999999999&signature=x"),
+    ),
+    "POST /api/v1/create_model": (Ask({"session_id": "{session}", "model_seq_id": 5, "base_model": "x"}),),
+    "POST /api/v1/get_info": (Ask({"model_id": "{model}"}),),
+    "POST /api/v1/unload_model": (Ask({"model_id": "{model}"}),),
+    "POST /api/v1/forward_backward": (
+        Ask({**OPERATION, "forward_backward_input": EXAMPLES}),
+        Ask({"model_id": "{mine}:train:0", "seq_id": 1, "forward_backward_input": CUSTOM}, 200),
+    ),
+    "POST /api/v1/forward": (Ask({**OPERATION, "forward_input": EXAMPLES}),),
+    "POST /api/v1/optim_step": (Ask({**OPERATION, "adam_params": {}}),),
+    "POST /api/v1/create_custom_loss": (Ask(custom_loss("{session}", 0)),),
+    "POST /api/v1/save_weights": (Ask({**OPERATION, "path": "x"}),),
+    "POST /api/v1/save_weights_for_sampler": (Ask({**OPERATION, "path": "x"}),),
+    "POST /api/v1/save_weights_external": (Ask({**OPERATION, "path": "x"}),),
+    "POST /api/v1/load_weights": (
+        Ask({**OPERATION, "path": "{path}", "optimizer": True}),
+        Ask({"session_id": "{session}", "model_seq_id": 7, "path": "{path}", "optimizer": True}),
+        Ask({"session_id": "{mine}", "model_seq_id": 7, "path": "{path}", "optimizer": True}, 200),
+        Ask({"model_id": "{mine}:train:0", "seq_id": 2, "path": "{path}", "optimizer": True}, 200),
+    ),
+    "POST /api/v1/weights_info": (Ask({"tinker_path": "{path}"}),),
+    "POST /api/v1/copy_weights": (
+        Ask({"source_path": "{path}"}),
+        Ask({"source_path": "{path}", "session_id": "{session}", "model_seq_id": 0}),
+    ),
+    "POST /api/v1/create_sampling_session": (
+        Ask({"session_id": "{session}", "sampling_session_seq_id": 1, "base_model": "tiny/model-1"}),
+        Ask({"session_id": "{mine}", "sampling_session_seq_id": 1, "model_path": "{path}"}),
+    ),
+    "POST /api/v1/join_sampling_session": (Ask({"sampling_session_id": "{sampler}"}),),
+    "GET /api/v1/samplers/{sampler_id}": (Ask(),),
+    "POST /api/v1/asample": (Ask({"sampling_session_id": "{sampler}", "seq_id": 0, "prompt": TOKENS}),),
+    "POST /api/v1/retrieve_future": (Ask({"request_id": "{request}"}),),
+    "POST /api/v1/retrieve_futures": (
+        Ask({"target": TARGET, "prev_cursor": 0, "retrieved_request_ids": ["{request}"]}),
+    ),
+    "POST /api/v1/cancel_future": (Ask({"request_id": "{request}"}),),
+    "GET /api/v1/training_runs/{run_id}": (Ask(), Ask(query=ACCESSIBLE)),
+    "GET /api/v1/training_runs/{run_id}/checkpoints": (Ask(),),
+    f"DELETE {CHECKPOINT}": (Ask(),),
+    f"POST {CHECKPOINT}/publish": (Ask(),),
+    f"DELETE {CHECKPOINT}/publish": (Ask(),),
+    f"PUT {CHECKPOINT}/ttl": (Ask({"ttl_seconds": 3600}), Ask({"ttl_seconds": None})),
+    f"GET {CHECKPOINT}/external_weights_urls": (Ask(),),
+    f"GET {CHECKPOINT}/archive": (Ask(),),
+    "GET /api/v1/files/{run_id}/{kind}/{name}/{file:path}": (Ask(status=403),),
+}
+"""Every endpoint that is told what it is about."""
+
+NAMELESS = {
+    "POST /api/v1/client/config",
+    "POST /api/v1/client/dynamic_config",
+    "POST /api/v1/auth/token",
+    "GET /api/v1/auth/apikey/me",
+    "DELETE /api/v1/auth/apikey/me",
+    "GET /api/v1/get_server_capabilities",
+    "POST /api/v1/telemetry",
+    "GET /api/v1/healthz",
+    "GET /readyz",
+    "POST /api/v1/create_session",
+    "GET /api/v1/sessions",
+    "GET /api/v1/training_runs",
+    "GET /api/v1/checkpoints",
+    "GET /api/v1/audit",
+    "GET /api/v1/billing/usage/events",
+    "GET /api/v1/billing/usage/checkpoints/current",
+    "GET /metrics",
+    "GET /openapi.json",
+    "GET /docs",
+}
+"""Every endpoint that is not: about the caller, or the server."""
 
 
-@pytest.mark.parametrize("name", CALLS)
+def test_every_endpoint_is_in_one_of_the_tables(shared: RunningServer) -> None:
+    """One that is new belongs into one of them: does its caller name anything that may be somebody else's?"""
+    served = {
+        f"{method} {route.path}"
+        for route in shared.app.routes
+        if isinstance(route, Route)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+    assert served == {*NAMES, *NAMELESS}
+    assert len(served) == len(NAMES) + len(NAMELESS)
+
+
+@pytest.mark.parametrize("endpoint", NAMES)
 def test_anothers_things_look_like_things_that_never_were(
-    shared: RunningServer, things: dict[str, str], name: str
+    shared: RunningServer, things: dict[str, str], endpoint: str
 ) -> None:
-    method, path, body = CALLS[name]
-    nothing = {kind: _nothing_like(kind, things) for kind in things}
-    anothers, missing = (
-        shared.call(method, f"/api/v1/{_filled(path, names)}", _filled(body, names), key=BORIS)
-        for names in (things, nothing)
+    nothing = {kind: name.replace(things["session"], NOBODY) for kind, name in things.items()}
+    for ask in NAMES[endpoint]:
+        anothers, missing = (
+            everything_said(shared, endpoint, ask, {**names, "mine": own_session(shared)})
+            for names in (things, nothing)
+        )
+        assert anothers == missing
+        assert "Anna" not in str(anothers)
+
+
+def own_session(shared: RunningServer) -> str:
+    """A session of Boris's with a model."""
+    session_id = shared.session(key=BORIS)
+    shared.model(session_id, key=BORIS)
+    return session_id
+
+
+def everything_said(shared: RunningServer, endpoint: str, ask: Ask, names: dict[str, str]) -> list[Any]:
+    """The answer, and what became of an operation that was accepted; ids of the two cases are made the same."""
+    method, path = endpoint.split()
+    for name, value in placed(endpoint).items():
+        path = path.replace(name, value)
+    path = path.replace("{session_id}", names["session"]).replace("{run_id}", names["model"])
+    path = path.replace("{sampler_id}", names["sampler"])
+    answer = shared.call(method, path + ask.query, filled(ask.body, names), key=BORIS)
+    assert answer.status == ask.status, answer
+    said = [told(answer, names)]
+    if b"request_id" in answer.body:
+        result = shared.post("retrieve_future", {"request_id": answer.json()["request_id"]}, key=BORIS)
+        assert result.json()["category"] == "user"
+        said.append(told(result, names))
+    return said
+
+
+def placed(endpoint: str) -> dict[str, str]:
+    """The kind and name in a path: Anna has an export and a checkpoint of the other kind."""
+    about_exports = "external_weights_urls" in endpoint or "/files/" in endpoint
+    return EXPORTED if about_exports else {"{kind}": "weights", "{name}": "state"}
+
+
+def told(answer: Answer, names: dict[str, str]) -> tuple[int, dict[str, str], str]:
+    body = answer.body.decode().replace(names["mine"], "mine").replace(names["session"], "theirs")
+    return (
+        answer.status,
+        {name.lower(): value for name, value in answer.headers.items() if name.lower() != "date"},
+        body,
     )
-    assert anothers.status == missing.status == 404
-    hidden = [anothers.body.decode().replace(things[kind], nothing[kind]) for kind in ("session",)]
-    assert hidden[0].replace(things["model"], nothing["model"]) == missing.body.decode()
 
 
-def _nothing_like(kind: str, things: dict[str, str]) -> str:
-    return things[kind].replace(things["session"], "00000000-0000-4000-8000-000000000000")
-
-
-def _filled(value: Any, names: dict[str, str]) -> Any:
+def filled(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, str):
-        return value.format(**names)
-    return {key: _filled(item, names) for key, item in value.items()} if isinstance(value, dict) else value
+        for name, meant in names.items():
+            value = value.replace(f"{{{name}}}", meant)
+        return value
+    if isinstance(value, list):
+        return [filled(item, names) for item in value]
+    return {key: filled(item, names) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def test_after_all_that_nothing_of_hers_has_changed(shared: RunningServer, things: dict[str, str]) -> None:
+    """Runs after the walk above; alone it only shows that she sees her things."""
+    found = shared.post("sessions/search", {"session_id": things["session"]}, key=ANNA).json()["sessions"]
+    assert [(one["status"]["type"], one["project_id"]) for one in found] == [("active", "project-default")]
+    kept = shared.get(f"training_runs/{things['model']}/checkpoints", key=ANNA).json()["checkpoints"]
+    assert sorted((one["checkpoint_id"], one["public"], one.get("expires_at")) for one in kept) == [
+        ("external_weights/out", False, None),
+        ("weights/state", False, None),
+    ]
+    step = shared.post("optim_step", {"model_id": things["model"], "seq_id": 3, "adam_params": {}}, key=ANNA)
+    assert shared.result(step, key=ANNA)["metrics"]["step"] >= 1
+    assert {job.owner for job in shared.workers.executed if job.model_id == things["model"]} == {
+        shared.get("auth/apikey/me", key=ANNA).json()["details"]["user_details"]["email"]
+    }
 
 
 def test_lists_hold_ones_own_only(shared: RunningServer, things: dict[str, str]) -> None:
-    assert shared.get("sessions", key=BORIS).json() == {"sessions": []}
-    assert shared.get("training_runs?access_scope=accessible", key=BORIS).json()["training_runs"] == []
-    assert shared.get("checkpoints", key=BORIS).json()["checkpoints"] == []
-    assert shared.post("sessions/search", {"owner": {"type": "accessible"}}, key=BORIS).json() == {"sessions": []}
-    assert shared.get("audit", key=BORIS).json() == {"entries": []}
+    carl = shared.store.keys.create("carl", "new").plain
+    assert shared.get("sessions", key=carl).json() == {"sessions": []}
+    for scope in ("", ACCESSIBLE):
+        assert shared.get(f"training_runs{scope}", key=carl).json()["training_runs"] == []
+        assert shared.get(f"sessions{scope}", key=carl).json()["sessions"] == []
+    assert shared.get("checkpoints", key=carl).json()["checkpoints"] == []
+    assert shared.post("sessions/search", {"owner": {"type": "accessible"}}, key=carl).json() == {"sessions": []}
+    assert {entry["event"] for entry in shared.get("audit", key=carl).json()["entries"]} <= {"key_create"}
+    assert shared.get("billing/usage/checkpoints/current", key=carl).json() == {"data": []}
     assert things["session"] in shared.get("sessions", key=ANNA).json()["sessions"]
+
+
+def test_what_everybody_may_read_names_nobody(shared: RunningServer, things: dict[str, str]) -> None:
+    pages = b"".join(
+        shared.call("GET", path, key=None).body for path in ("/metrics", "/openapi.json", "/docs", "/readyz")
+    )
+    for word in (*things.values(), ANNA, "Anna", "key-"):
+        assert word.encode() not in pages
 
 
 def test_an_access_token_of_the_owner_opens_a_checkpoint(shared: RunningServer, things: dict[str, str]) -> None:
@@ -113,17 +277,36 @@ def test_a_published_checkpoint_is_everybodys_to_read(shared: RunningServer, thi
     for _ in range(2):  # the second time changes nothing, and is no conflict: those are retried for minutes
         assert shared.post(f"{place}/publish", key=ANNA).status == 204
     try:
-        assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 200
-        assert shared.call("DELETE", f"/api/v1/{place}", key=BORIS).status == 404
+        _it_can_be_read_in_every_way(shared, things)
+        for endpoint in (f"DELETE {CHECKPOINT}", *(f"{method} {CHECKPOINT}/publish" for method in ("POST", "DELETE"))):
+            test_anothers_things_look_like_things_that_never_were(shared, things, endpoint)
+        test_anothers_things_look_like_things_that_never_were(shared, things, f"PUT {CHECKPOINT}/ttl")
+        test_anothers_things_look_like_things_that_never_were(shared, things, "POST /api/v1/save_weights")
         _its_session_is_seen_and_what_was_written_into_it_is_not(shared, things)
     finally:
         assert shared.call("DELETE", f"/api/v1/{place}/publish", key=ANNA).status == 204
     assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 404
 
 
+def _it_can_be_read_in_every_way(shared: RunningServer, things: dict[str, str]) -> None:
+    mine = own_session(shared)
+    assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 200
+    assert shared.post("copy_weights", {"source_path": things["path"]}, key=BORIS).status == 200
+    loading = {"path": things["path"], "optimizer": True}
+    for place in ({"model_id": f"{mine}:train:0", "seq_id": 1}, {"session_id": mine, "model_seq_id": 1}):
+        loaded = shared.result(shared.post("load_weights", {**loading, **place}, key=BORIS), key=BORIS)
+        assert loaded["path"] == things["path"]
+    sampler = {"session_id": mine, "sampling_session_seq_id": 0, "model_path": things["path"]}
+    assert shared.post("create_sampling_session", sampler, key=BORIS).status == 200
+    archive = shared.get(f"training_runs/{things['model']}/checkpoints/weights/state/archive", key=BORIS).json()["url"]
+    assert shared.call("GET", archive.removeprefix(shared.url), key=None).status == 200
+    shown = shared.get(f"training_runs/{things['model']}/checkpoints", key=BORIS).json()["checkpoints"]
+    assert [one["checkpoint_id"] for one in shown] == ["weights/state"], "the other one was not published"
+
+
 def _its_session_is_seen_and_what_was_written_into_it_is_not(shared: RunningServer, things: dict[str, str]) -> None:
     place = f"sessions/{things['session']}"
-    assert shared.get("sessions?access_scope=accessible", key=BORIS).json()["sessions"][-1] == things["session"]
+    assert things["session"] in shared.get("sessions?access_scope=accessible&limit=1000", key=BORIS).json()["sessions"]
     assert shared.get(place, key=BORIS).status == 404
     shown = shared.get(f"{place}?access_scope=accessible", key=BORIS).json()
     assert (shown["training_run_ids"], shown["sampler_ids"]) == ([things["model"]], [])

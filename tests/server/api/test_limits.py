@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,8 +120,21 @@ def test_a_key_has_so_many_models_and_no_more(tmp_path: Path) -> None:
         assert server.model(key=KEYS[1])
 
 
+def test_models_made_in_the_same_moment_do_not_pass_the_limit_together(tmp_path: Path) -> None:
+    with limited(tmp_path, max_models=3) as server:
+        session_id = server.session(key=KEYS[0])
+        body = {"session_id": session_id, "base_model": MODELS[0]}
+        with ThreadPoolExecutor(8) as pool:
+            answers = pool.map(
+                lambda number: server.post("create_model", {**body, "model_seq_id": number}, key=KEYS[0]), range(8)
+            )
+            results = [server.result(answer, key=KEYS[0]) for answer in answers]
+        assert sum("model_id" in result for result in results) == 3
+        assert sum("this key has 3 models already" in str(result.get("error")) for result in results) == 5
+
+
 def test_a_key_keeps_so_much_and_no_more(tmp_path: Path) -> None:
-    with limited(tmp_path, max_checkpoint_bytes=1000) as server:
+    with limited(tmp_path, max_checkpoint_bytes=100_000) as server:
         model_id = server.model(key=KEYS[0])
 
         def save(endpoint: str, number: int, **fields: Any) -> Any:
@@ -164,9 +178,102 @@ def test_bodies_on_their_way_are_bounded_together(tmp_path: Path) -> None:
             assert server.post("asample", {"prompt": [1] * 3000}, key=KEYS[0]).status == 422
 
 
+def test_json_takes_up_what_it_is_decoded_to(tmp_path: Path) -> None:
+    with limited(tmp_path, max_incoming_bytes=10 * 2**20) as server:
+        sizes = {2**20 - 100: 422, 2**20 + 100: 422, 2**21: 429}
+        for size, status in sizes.items():
+            assert server.post("asample", b"{" + b" " * size + b"}", key=KEYS[0]).status == status
+
+
 def test_a_value_of_any_length_is_not_sent_back(server: RunningServer) -> None:
     refused = server.post("get_info", {"model_id": "x" * 1_000_000})
     assert refused.status == 404
     assert len(refused.body) < 2000
     failed = server.post("optim_step", {"model_id": server.model(), "seq_id": 1, "adam_params": {"beta" * 99_999: 1}})
     assert len(server.result(failed)["error"]) < 2000
+
+
+def test_what_is_refused_is_written_down_only_so_often(tmp_path: Path) -> None:
+    """A refusal is kept for a day, like any result: without a limit a key could fill the database with them."""
+    with limited(tmp_path, max_paperwork_bytes=20 * 1024, paperwork_bytes_per_second=1) as server:
+        model_id = server.model(key=KEYS[0])
+
+        def step(number: int) -> Answer:
+            body = {"model_id": model_id, "seq_id": number, "adam_params": {"learning_rate": "high"}}
+            return server.post("optim_step", body, key=KEYS[0])
+
+        answers = [step(number) for number in range(1, 31)]
+        assert {answer.status for answer in answers} == {200, 429}
+        refused = next(answer for answer in answers if answer.status == 429)
+        assert "Too much was refused" in refused.json()["detail"]
+        assert 1 <= int(refused.headers["retry-after"]) <= 2048, "a second for each byte of one more row"
+        accepted = sum(answer.status == 200 for answer in answers)
+        assert len(server.store.results.statuses([f"{model_id}:{number}" for number in range(1, 31)])) == accepted
+        # Good operations are none of that, and the number that was refused so was not used up.
+        body = {"model_id": model_id, "seq_id": accepted + 1, "adam_params": {}}
+        assert server.result(server.post("optim_step", body, key=KEYS[0]), key=KEYS[0])["metrics"]["step"] == 1
+        assert server.session(key=KEYS[1])
+
+
+def test_submitting_and_cancelling_by_turns_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with limited(tmp_path, max_paperwork_bytes=10 * 1024, paperwork_bytes_per_second=1) as server:
+        monkeypatch.setattr(server.workers, "_claim", list)
+        sampler_id = server.sampler(key=KEYS[0])
+        cancelled = []
+        for number in range(12):
+            request_id = sample(server, sampler_id, number).json()["request_id"]
+            cancelled.append(server.post("cancel_future", {"request_id": request_id}, key=KEYS[0]).status)
+        assert cancelled == [200] * cancelled.count(200) + [429] * cancelled.count(429)
+        assert cancelled.count(429) > 2
+
+
+@pytest.mark.parametrize("made", ["session", "sampler", "loss", "link"])
+def test_things_that_cost_nothing_to_make_are_bounded(tmp_path: Path, made: str) -> None:
+    with limited(tmp_path, max_paperwork_bytes=40 * 1024, paperwork_bytes_per_second=1) as server:
+        session_id = server.session(key=KEYS[0])
+        model_id = server.model(session_id, key=KEYS[0])
+        saved = server.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "x"}, key=KEYS[0])
+        assert server.result(saved, key=KEYS[0])["path"]
+
+        def make(number: int) -> Answer:
+            if made == "session":
+                return server.post("create_session", {"tags": ["x" * 900], "sdk_version": "1"}, key=KEYS[0])
+            if made == "sampler":
+                body = {"session_id": session_id, "sampling_session_seq_id": number, "base_model": MODELS[0]}
+                return server.post("create_sampling_session", body, key=KEYS[0])
+            if made == "loss":
+                return server.post("create_custom_loss", custom_loss(session_id, number), key=KEYS[0])
+            return server.get(f"training_runs/{model_id}/checkpoints/weights/x/archive", key=KEYS[0])
+
+        answers = [make(number) for number in range(50)]
+        assert answers[0].status == 200, answers[0]
+        assert answers[-1].status == 429
+        assert 5 < sum(answer.status == 200 for answer in answers) < 45
+        if made == "loss":
+            assert server.result(answers[0], key=KEYS[0])["loss_id"]
+
+
+def custom_loss(session_id: str, number: int) -> dict[str, Any]:
+    nodes = [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs"},
+        {"op": "call_method", "name": "sum", "target": "sum", "args": [{"ref": "logprobs"}]},
+        {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "sum"}, {"dict": {}}]}]},
+    ]
+    place = {"session_id": session_id, "custom_loss_seq_id": number, "name": "mine"}
+    return {**place, "inputs": [{"name": "logprobs", "rank": 1}], "graph": {"format": 1, "nodes": nodes}}
+
+
+def test_saves_that_wait_together_do_not_pass_the_limit(tmp_path: Path) -> None:
+    """Each was let in when there was room; how much there is left is seen when it is written."""
+    with limited(tmp_path, max_checkpoint_bytes=150_000) as server:
+        model_id = server.model(key=KEYS[0])
+        server.workers.hold("save_weights")
+        saves = [
+            server.post("save_weights", {"model_id": model_id, "seq_id": number, "path": f"n{number}"}, key=KEYS[0])
+            for number in range(1, 6)
+        ]
+        server.workers.release()
+        results = [server.result(save, key=KEYS[0]) for save in saves]
+        assert ["path" in result for result in results] == [True, True, False, False, False]
+        assert "cannot be saved" in results[-1]["error"]
+        assert len(list((tmp_path / "checkpoints").glob("*/*/*"))) == 2

@@ -85,6 +85,6 @@ def test_the_context_can_be_limited(tmp_path: Path) -> None:
 def test_metrics_count_requests_and_jobs(server: RunningServer) -> None:
     server.result(server.post("optim_step", {"model_id": server.model(), "seq_id": 1, "adam_params": {}}))
     text = server.call("GET", "/metrics", key=None).body.decode()
-    assert 'tinsmith_requests_total{endpoint="/api/v1/optim_step",status="200"}' in text
+    assert 'tinsmith_requests_total{method="POST",route="/api/v1/optim_step",status="200"}' in text
     assert 'tinsmith_ready{base_model="tiny/model-1"} 1.0' in text
     assert "tinsmith_waiting" in text

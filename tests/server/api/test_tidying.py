@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.api.running import RunningServer
-from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.snapshots import snapshot_path
+from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.tidying import Tidying
 
@@ -91,6 +90,30 @@ def test_a_session_that_falls_silent_ends_with_its_samples_and_keeps_its_models(
     assert "metrics" in running.result(step)
 
 
+@pytest.mark.parametrize("end", ["silence", "errored"])
+def test_who_waits_for_a_queued_sample_hears_of_the_end_of_its_session(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunningServer(tmp_path, long_poll_seconds=300) as running:
+        session_id = running.session()
+        model_id, sampler_id = running.model(session_id), running.sampler(session_id)
+        monkeypatch.setattr(running.workers, "_claim", list)  # whatever comes from now on stays in the queue
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+        sample = running.post("asample", {**body, "sampling_session_id": sampler_id, "seq_id": 0})
+        step = running.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}})
+        with ThreadPoolExecutor(1) as pool:
+            polled = pool.submit(running.result, sample, timeout=400)
+            while not len(running.app.state.services.waiting):
+                time.sleep(0.01)
+            if end == "silence":
+                Minutes(running).pass_(TIMEOUT + MINUTE)
+            else:
+                running.post(f"sessions/{session_id}/finish", {"reason": {"type": end}, "detail": None})
+            assert "its session ended" in polled.result(30)["error"]
+        (queued,) = running.store.results.statuses([step.json()["request_id"]]).values()
+        assert queued.state == "queued", "training was asked for, and is done"
+
+
 def test_a_session_whose_client_is_heard_of_goes_on(running: RunningServer, minutes: Minutes) -> None:
     session_id = running.session()
     for _ in range(3):
@@ -142,20 +165,22 @@ def test_a_model_that_nobody_uses_is_given_up_a_week_after_its_session(
     running: RunningServer, minutes: Minutes, tmp_path: Path
 ) -> None:
     model_id = running.model()
-    folders = CheckpointFolders(tmp_path / "snapshots")
-    with folders.writing(snapshot_path(model_id, 0)) as folder:
+    saved = running.result(running.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"}))
+    snapshots = SnapshotFolders(tmp_path / "snapshots")
+    with snapshots.writing(model_id, 0) as folder:
         (folder / "weights").write_bytes(b"weights")
     running.store.models.set_snapshot(model_id, 0)
     running.post(f"sessions/{model_id.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
     minutes.now += timedelta(days=6)
     minutes.round()
-    assert folders.exists(snapshot_path(model_id, 0))
+    assert snapshots.checked(model_id, 0).is_dir()
     minutes.now += timedelta(days=2)
     minutes.round()
-    assert not folders.exists(snapshot_path(model_id, 0))
+    assert list((tmp_path / "snapshots").iterdir()) == []
     running.app.state.services.models_in_use.clear()
-    step = running.result(running.post("optim_step", {"model_id": model_id, "seq_id": 1, "adam_params": {}}))
+    step = running.result(running.post("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}}))
     assert "load a checkpoint" in step["error"]
+    assert running.post("weights_info", {"tinker_path": saved["path"]}).status == 200
 
 
 def test_the_server_tidies_up_by_itself(tmp_path: Path) -> None:

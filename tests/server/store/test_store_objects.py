@@ -26,12 +26,15 @@ from tinsmith.server.store.records import (
     Abandoned,
     Cancelled,
     CheckpointKey,
+    Heartbeat,
     Lora,
+    NewEvent,
     NewLoss,
     NewSampler,
     NewSession,
     SessionQuery,
     SnapshotChange,
+    Snapshots,
     StatusFilter,
     Storage,
     Submission,
@@ -62,8 +65,8 @@ def test_a_session_comes_back_as_it_was_made(store: Store) -> None:
 
 def test_a_heartbeat_moves_the_time_and_tells_the_state(store: Store) -> None:
     made = store.sessions.create(ANN)
-    assert store.sessions.heartbeat(made.session_id, "ann") == "active"
-    assert store.sessions.heartbeat(made.session_id, "bob") is None
+    assert store.sessions.heartbeats([Heartbeat(made.session_id, "ann")]) == ["active"]
+    assert store.sessions.heartbeats([Heartbeat(made.session_id, "bob")]) == [None]
     found = store.sessions.get(made.session_id, "ann")
     assert found is not None
     assert found.heartbeat > made.heartbeat
@@ -77,7 +80,7 @@ def test_the_first_end_of_a_session_stands(store: Store) -> None:
     found = store.sessions.get(session_id, "ann")
     assert found is not None
     assert (found.state, found.finish_reason, found.finish_detail) == ("client_finished", "errored", "boom")
-    assert store.sessions.heartbeat(session_id, "ann") == "client_finished"
+    assert store.sessions.heartbeats([Heartbeat(session_id, "ann")]) == ["client_finished"]
 
 
 def test_nobody_ends_or_moves_the_session_of_another(store: Store) -> None:
@@ -154,15 +157,22 @@ def test_of_others_only_sessions_with_something_published_are_found_and_never_by
     assert store.sessions.members(shared, "bob").model_ids == ["m1", "m2"]
 
 
+def test_heartbeats_that_arrive_together_are_told_apart(store: Store) -> None:
+    mine, ended = (store.sessions.create(ANN).session_id for _ in range(2))
+    store.sessions.finish(ended, "ann", "success")
+    beats = [Heartbeat(ended, "ann"), Heartbeat(mine, "bob"), Heartbeat(mine, "ann"), Heartbeat("nobody", "ann")]
+    assert store.sessions.heartbeats(beats) == ["client_finished", None, "active", None]
+
+
 def test_a_session_ends_when_its_client_is_not_heard_of_any_more(store: Store, clock: Clock) -> None:
     silent, alive = (store.sessions.create(ANN).session_id for _ in range(2))
     start = clock()
     clock.pass_(HOUR)
-    store.sessions.heartbeat(alive, "ann")
+    store.sessions.heartbeats([Heartbeat(alive, "ann")])
     assert store.sessions.end_silent(heard_before=start) == [silent]
     assert store.sessions.end_silent(heard_before=start) == []
-    assert store.sessions.heartbeat(silent, "ann") == "cancelled"
-    assert store.sessions.heartbeat(alive, "ann") == "active"
+    assert store.sessions.heartbeats([Heartbeat(silent, "ann")]) == ["cancelled"]
+    assert store.sessions.heartbeats([Heartbeat(alive, "ann")]) == ["active"]
 
 
 def test_the_samples_of_a_session_that_ended_in_silence_are_cancelled(store: Store) -> None:
@@ -274,13 +284,17 @@ def test_a_published_checkpoint_makes_its_run_accessible_and_not_owned(store: St
     assert store.models.page("bob", limit=10).total == 0
 
 
-def test_the_first_reason_for_corruption_stands(store: Store) -> None:
+def test_the_first_reason_for_corruption_stands_until_the_model_goes_on(store: Store) -> None:
     store.models.create(new_model())
     store.models.mark_corrupted(MODEL, "snapshot unreadable")
     store.models.mark_corrupted(MODEL, "later")
     model = store.models.get(MODEL, "ann")
     assert model is not None
     assert model.corrupted == "snapshot unreadable"
+    store.models.clear_corrupted(MODEL)
+    mended = store.models.get(MODEL, "ann")
+    assert mended is not None
+    assert mended.corrupted is None
 
 
 # Samplers and losses
@@ -300,11 +314,34 @@ def test_a_repeated_sampling_session_finds_its_first(store: Store) -> None:
 def test_a_snapshot_gives_way_to_later_ones_only(store: Store) -> None:
     store.models.create(new_model())
     assert store.models.snapshots() == {}
-    assert store.models.set_snapshot(MODEL, 5) == SnapshotChange(is_newest=True, before=None)
-    assert store.models.set_snapshot(MODEL, 9) == SnapshotChange(is_newest=True, before=5)
-    assert store.models.set_snapshot(MODEL, 9) == SnapshotChange(is_newest=True, before=9)
-    assert store.models.set_snapshot(MODEL, 7) == SnapshotChange(is_newest=False, before=9)
-    assert store.models.snapshots() == {MODEL: 9}
+    both = Snapshots(last=9, previous=5)
+    assert store.models.set_snapshot(MODEL, 5) == SnapshotChange(is_newest=True, kept=Snapshots(last=5))
+    assert store.models.set_snapshot(MODEL, 9) == SnapshotChange(is_newest=True, kept=both)
+    assert store.models.set_snapshot(MODEL, 9) == SnapshotChange(is_newest=True, kept=both)
+    assert store.models.set_snapshot(MODEL, 7) == SnapshotChange(is_newest=False, kept=both)
+    assert store.models.snapshots() == {MODEL: both}
+
+
+def test_a_damaged_snapshot_is_forgotten_and_never_becomes_the_previous_one(store: Store) -> None:
+    store.models.create(new_model())
+    for seq_id in (5, 9):
+        store.models.set_snapshot(MODEL, seq_id)
+    store.models.forget_snapshots(MODEL, [9])
+    assert store.models.snapshots() == {MODEL: Snapshots(last=5)}
+    assert store.models.set_snapshot(MODEL, 9).kept == Snapshots(last=9, previous=5)
+    store.models.forget_snapshots(MODEL, [9, 5])
+    assert store.models.snapshots() == {}
+
+
+def test_a_snapshot_of_a_model_that_was_given_up_is_not_wanted(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    store.models.create(new_model(session_id=session_id))
+    store.sessions.finish(session_id, "ann", "success")
+    clock.pass_(HOUR)
+    assert store.models.remove_idle(idle_since=clock()) == [MODEL]
+    assert store.models.set_snapshot(MODEL, 5) == SnapshotChange(is_newest=False, kept=Snapshots())
+    assert store.models.set_snapshot("unknown", 5).is_newest is False
+    assert store.models.snapshots() == {}
 
 
 def test_a_model_is_given_up_long_after_its_session_unless_somebody_works_on_it(store: Store, clock: Clock) -> None:
@@ -324,13 +361,13 @@ def test_a_model_is_given_up_long_after_its_session_unless_somebody_works_on_it(
     assert len(store.jobs.history("idle", -1, 10)) == 1
     store.jobs.enqueue(training(1, model_id="used"), outcome=DONE)
 
-    assert store.models.remove_idle(idle_since=since) == {"idle": 0}
-    assert store.models.remove_idle(idle_since=since) == {}
+    assert store.models.remove_idle(idle_since=since) == ["idle"]
+    assert store.models.remove_idle(idle_since=since) == []
     assert store.results.statuses(["idle:5"])["idle:5"].outcome == Cancelled()
     removed, used = store.models.get("idle", "ann"), store.models.get("used", "ann")
     assert removed is not None
     assert used is not None
-    assert (removed.removed is not None, removed.snapshot_seq, used.removed) == (True, None, None)
+    assert (removed.removed is not None, removed.snapshots, used.removed) == (True, Snapshots(), None)
     assert store.jobs.history("idle", -1, 10) == []
     assert len(store.jobs.history("used", -1, 10)) == 1
 
@@ -586,14 +623,18 @@ def test_keys_are_listed_by_owner(store: Store) -> None:
 
 
 def test_the_audit_trail_is_the_owners_and_can_be_narrowed(store: Store, clock: Clock) -> None:
-    store.audit.record("ann", "checkpoint_publish", {"by": "ann"}, tinker_path="tinker://r/weights/x")
+    published = NewEvent(
+        owner="ann", event="checkpoint_publish", details={"by": "ann"}, tinker_path="tinker://r/weights/x"
+    )
+    store.audit.record(published)
     clock.pass_(timedelta(days=1))
-    store.audit.record("ann", "session_finish")
-    store.audit.record("bob", "checkpoint_publish")
-    assert [event.event for event in store.audit.events("ann")] == ["session_finish", "checkpoint_publish"]
-    (published,) = store.audit.events("ann", resource="checkpoint")
-    assert (published.details, published.tinker_path) == ({"by": "ann"}, "tinker://r/weights/x")
-    assert [event.event for event in store.audit.events("ann", day=published.time.date())] == ["checkpoint_publish"]
+    store.audit.record(NewEvent(owner="ann", event="session_end"))
+    store.audit.record(NewEvent(owner="ann", event="session_end", outcome="refused"))
+    store.audit.record(NewEvent(owner="bob", event="checkpoint_publish"))
+    assert [event.event for event in store.audit.events("ann")] == ["session_end", "checkpoint_publish"]
+    (shown,) = store.audit.events("ann", resource="checkpoint")
+    assert (shown.details, shown.tinker_path) == ({"by": "ann"}, "tinker://r/weights/x")
+    assert [event.event for event in store.audit.events("ann", day=shown.time.date())] == ["checkpoint_publish"]
 
 
 # Values no database takes

@@ -182,6 +182,31 @@ def test_a_claim_takes_no_more_than_its_limit_and_nothing_twice(store: Store) ->
     assert [claim(store, 2), claim(store, 2), claim(store, 2), claim(store, 2)] == [[0, 1], [2, 3], [4], []]
 
 
+def test_a_claim_takes_no_more_once_its_bytes_are_many(store: Store) -> None:
+    for seq_id, size in enumerate((40, 40, 40, 500, 10)):
+        store.jobs.enqueue(training(seq_id, payload=bytes(size)))
+        store.jobs.enqueue(sample(seq_id, payload=bytes(size)))
+
+    def claim_bytes(train: int, sample: int) -> list[int]:
+        rooms = {"train_bytes": train, "sample_bytes": sample}
+        return seq_ids(store.jobs.claim("tiny", "w", train=EVERYTHING, sample=EVERYTHING, **rooms))
+
+    assert claim_bytes(0, 0) == []
+    assert claim_bytes(60, 1) == [0, 1, 0], "each kind has room of its own"
+    assert claim_bytes(41, 0) == [2, 3], "what is larger than the room has its turn too"
+    assert claim_bytes(1000, 1000) == [4, 1, 2, 3, 4]
+
+
+def test_owners_with_large_payloads_take_turns(store: Store) -> None:
+    for owner in ("ann", "ben", "cat"):
+        for seq_id in range(3):
+            model_id = f"{owner}:train:0"
+            store.jobs.enqueue(training(seq_id, owner=owner, model_id=model_id, payload=bytes(100)))
+    claims = [store.jobs.claim("tiny", "w", train=EVERYTHING, train_bytes=150) for _ in range(3)]
+    assert [{job.owner for job in claim} for claim in claims] == [{"ann"}, {"ben"}, {"cat"}]
+    assert all(seq_ids(claim) == [0, 1] for claim in claims)
+
+
 def test_an_owner_with_a_long_queue_does_not_delay_another(store: Store) -> None:
     store.jobs.enqueue_many([Submission(job=sample(seq_id)) for seq_id in range(100)])
     store.jobs.enqueue_many(

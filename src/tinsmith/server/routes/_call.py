@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.errors import APIStatusError, InvalidInputError, ResponseSummary, status_error_class
-from tinsmith.server.auth import Authority, Caller
+from tinsmith.server.auth import Authority, Caller, Door
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
-from tinsmith.server.quotas import Backlog, Incoming, OpenRequests
+from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, Paperwork
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
+from tinsmith.server.store.records import Enqueued, Heartbeat, Sampler, SessionState, Submission
 from tinsmith.server.store.records import Model as TrainedModel
-from tinsmith.server.store.records import Sampler
 from tinsmith.server.waiting import Waiting, Workers
 from tinsmith.types._model import Model
 from tinsmith.wire import json
@@ -43,6 +46,9 @@ _SILENCE_SECONDS = 60.0
 _LEAST_BYTES_PER_SECOND = 16 * 1024
 """How quickly a body must come, after a pause that it may make once: a trickle would hold its connection for days."""
 
+_FIRST_PIECE_SECONDS = 0.5
+"""How long is waited for the first bytes of a body that is too large; its sender may be waiting for the answer."""
+
 _WINDOW_BYTES = 8 * 2**20
 """What a zstd decoder should support, by RFC 8878; a frame that wants more memory than this is refused."""
 
@@ -50,12 +56,26 @@ _PIECE_BYTES = 1024
 """Inflated at a time: even if every block in it were as small and its content as large as can be, that is 32 MiB."""
 
 
+_LARGE_JSON_BYTES = 2**20
+_JSON_GROWTH = 8
+"""So many times larger than its text is what JSON is decoded to, as long as it is good for anything."""
+
 _LONGEST_DETAIL = 1000
+_ASK_AGAIN_SECONDS = 1.0
 
 
 def status_error(status: int, detail: str) -> APIStatusError:
     """The error that becomes an answer with this status."""
     return status_error_class(status)(detail, ResponseSummary(status, {}))
+
+
+class TooLargeError(APIStatusError):
+    """413: a body is larger than what is accepted of it."""
+
+    def __init__(self, message: str, begun: bytes) -> None:
+        super().__init__(message, ResponseSummary(413, {}))
+        self.begun = begun
+        """The first bytes as they came, if any were read."""
 
 
 def shortened(detail: str) -> str:
@@ -73,17 +93,38 @@ class Services:
     models: Mapping[str, ModelFacts]
     workers: Workers
     authority: Authority
+    door: Door
     waiting: Waiting
     folders: CheckpointFolders
-    intake: Intake
+    intake: Intake[Submission, Enqueued]
+    heartbeats: Intake[Heartbeat, SessionState | None]
     open_requests: OpenRequests
     incoming: Incoming
     backlog: Backlog
+    paperwork: Paperwork
+    making_models: defaultdict[str, asyncio.Lock]
+    """By owner."""
+    refusals: Counter[str]
+    """How often a limit was the reason to refuse, by its name."""
     storing: Executor
+    submitting: Executor
     decoding: Executor
     models_in_use: Recent[tuple[str, str], TrainedModel]
     """By owner and id: every operation of a training loop asks for the same one."""
     samplers_in_use: Recent[tuple[str, str], Sampler]
+
+
+async def identified(request: Request, services: Services) -> Caller:
+    """Who is asking, by the credential that was sent along."""
+    credential = request.headers.get("x-api-key")
+    if not credential:
+        raise status_error(401, "The header X-API-Key is missing. Set TINKER_API_KEY.")
+    caller = await services.door.caller(credential)
+    if caller is None:
+        raise status_error(
+            401, "This API key is unknown or was revoked. `tinsmith keys create`, run where the server is, makes one."
+        )
+    return caller
 
 
 class HeldMemory:
@@ -111,6 +152,7 @@ class Call:
     caller: Caller
     services: Services
     memory: HeldMemory
+    since: float = field(default_factory=time.monotonic)
 
     @property
     def owner(self) -> str:
@@ -119,6 +161,11 @@ class Call:
     @property
     def store(self) -> Store:
         return self.services.store
+
+    async def check_again(self) -> None:
+        """The key may have been revoked since the request came. Who came only now need not be asked again."""
+        if time.monotonic() - self.since > _ASK_AGAIN_SECONDS:
+            await identified(self.request, self.services)
 
     def part(self, name: str) -> str:
         """A part of the path."""
@@ -145,7 +192,10 @@ class Call:
 
     async def json_body(self, limit: int = _SMALL_BODY_BYTES) -> bytes:
         self.expect_type(JSON)
-        return await self.body(limit, limit)
+        body = await self.body(limit, limit)
+        if len(body) > _LARGE_JSON_BYTES:
+            self.memory.grow(_JSON_GROWTH * len(body))
+        return body
 
     def expect_type(self, *legal: str) -> str:
         """The content type, which must be one of these; none at all counts as the first."""
@@ -155,13 +205,24 @@ class Call:
         return sent
 
     async def body(self, limit: int, inflated_limit: int) -> bytes:
+        """What was sent, unpacked; `TooLargeError` if that is more than the limits."""
         raw = await _read(self.request, limit, self.memory)
+        await self.check_again()
         encoding = self.request.headers.get("content-encoding", "identity").strip().lower()
         if encoding == "identity":
             return raw
         if encoding != "zstd":
             raise status_error(415, f"The content encoding {encoding!r} is not understood; send zstd or none.")
         return await self.decoded(lambda data: _inflated(data, inflated_limit, self.memory), raw)
+
+    async def beginning(self, too_large: TooLargeError) -> bytes:
+        """The first bytes of a body that is too large, unpacked; none where they are not to be had."""
+        begun = too_large.begun
+        if not begun and "expect" not in self.request.headers:
+            begun = await _first_piece(self.request)
+        if self.request.headers.get("content-encoding", "identity").strip().lower() == "zstd":
+            return _first_inflated(begun)
+        return begun
 
 
 class Endpoint(NamedTuple):
@@ -176,6 +237,9 @@ class Endpoint(NamedTuple):
     gives_protobuf: bool = False
     is_open: bool = False
     """Whether it answers without a key."""
+
+    when_away: Callable[[], Awaitable[Response]] | None = None
+    """What answers while the database is out of reach and no caller can be told from another; else that is a 503."""
 
 
 def parse_json(body: bytes) -> Any:
@@ -202,7 +266,7 @@ async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
     declared = request.headers.get("content-length", "")
     expected = int(declared) if declared.isdecimal() else 0
     if expected > limit:
-        raise _too_large(expected, limit)
+        raise TooLargeError(_too_large(expected, limit), b"")
     memory.grow(expected)  # at once: bodies that were half received when the room ended would all be in vain
     body = bytearray()
     stream: AsyncIterator[bytes] = request.stream()
@@ -212,7 +276,7 @@ async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
         async with asyncio.timeout(_SILENCE_SECONDS) as patience:
             async for piece in stream:
                 if len(body) + len(piece) > limit:
-                    raise _too_large(len(body) + len(piece), limit)
+                    raise TooLargeError(_too_large(len(body) + len(piece), limit), bytes(body or piece)[:_PIECE_BYTES])
                 memory.grow(0 if expected else len(piece))
                 body += piece
                 earned = len(body) / _LEAST_BYTES_PER_SECOND
@@ -224,8 +288,25 @@ async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
     return bytes(body)
 
 
-def _too_large(size: int, limit: int) -> APIStatusError:
-    return status_error(413, f"The body has {size:,} bytes or more; at most {limit:,} are accepted. Send it in parts.")
+def _too_large(size: int, limit: int) -> str:
+    return f"The body has {size:,} bytes or more; at most {limit:,} are accepted. Send it in parts."
+
+
+async def _first_piece(request: Request) -> bytes:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_PIECE_SECONDS):
+            async for piece in request.stream():
+                return piece[:_PIECE_BYTES]
+    return b""
+
+
+def _first_inflated(begun: bytes) -> bytes:
+    import zstandard
+
+    try:
+        return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj().decompress(begun)
+    except zstandard.ZstdError:
+        return b""
 
 
 def _inflated(body: bytes, limit: int, memory: HeldMemory) -> bytes:
@@ -239,7 +320,8 @@ def _inflated(body: bytes, limit: int, memory: HeldMemory) -> bytes:
             piece = frame.decompress(body[position : position + _PIECE_BYTES])
             position += _PIECE_BYTES
             if len(content) + len(piece) > limit:
-                raise status_error(413, f"The body inflates to more than {limit:,} bytes. Send it in parts.")
+                message = f"The body inflates to more than {limit:,} bytes. Send it in parts."
+                raise TooLargeError(message, body[:_PIECE_BYTES])
             memory.grow(len(piece))
             content += piece
     except zstandard.ZstdError as error:

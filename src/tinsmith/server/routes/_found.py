@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tinsmith.server import logs
 from tinsmith.server.routes._call import Call, status_error
 from tinsmith.server.store.records import (
     AccessScope,
@@ -14,6 +15,7 @@ from tinsmith.server.store.records import (
 
 
 async def session_named(call: Call, session_id: str, scope: AccessScope = "owned") -> Session:
+    logs.about(session_id=session_id)
     session = await call.stored(call.store.sessions.get, session_id, call.owner, scope)
     if session is None:
         raise status_error(404, f"There is no session {session_id!r}.")
@@ -28,6 +30,7 @@ async def open_session(call: Call, session_id: str) -> Session:
 
 
 async def model_named(call: Call, model_id: str) -> Model:
+    logs.about(model_id=model_id)
     in_use, key = call.services.models_in_use, (call.owner, model_id)
     if (known := in_use.get(key)) is not None:
         return known

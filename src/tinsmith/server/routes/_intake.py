@@ -1,30 +1,31 @@
-"""Submissions that arrive together are written together: the wait for the disk is the same for one as for many."""
+"""What arrives together is written together: the wait for the lock and the disk is the same for one as for many."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Any, Generic, TypeVar
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.store.records import Enqueued, Submission
 
 _MAX_TOGETHER = 256
 
-Write: TypeAlias = Callable[[Sequence[Submission]], Awaitable[list[Enqueued]]]
-_Arrival: TypeAlias = tuple[Submission, asyncio.Future[Enqueued]]
+A = TypeVar("A")
+W = TypeVar("W")
 
 
-class Intake:
-    def __init__(self, write: Write) -> None:
+class Intake(Generic[A, W]):
+    """`write` gives back one answer for each that arrived, in their order."""
+
+    def __init__(self, write: Callable[[Sequence[A]], Awaitable[list[W]]]) -> None:
         self._write = write
-        self._arrived: list[_Arrival] = []
+        self._arrived: list[tuple[A, asyncio.Future[W]]] = []
         self._writer: asyncio.Task[None] | None = None
 
-    async def add(self, submission: Submission) -> Enqueued:
-        """Returns when the submission outlives a power cut."""
-        future: asyncio.Future[Enqueued] = asyncio.get_running_loop().create_future()
-        self._arrived.append((submission, future))
+    async def add(self, arrival: A) -> W:
+        """Returns when it is written."""
+        future: asyncio.Future[W] = asyncio.get_running_loop().create_future()
+        self._arrived.append((arrival, future))
         if self._writer is None:
             self._writer = asyncio.create_task(self._write_all())
         return await future
@@ -38,9 +39,9 @@ class Intake:
         finally:
             self._writer = None
 
-    async def _write_batch(self, batch: list[_Arrival]) -> None:
+    async def _write_batch(self, batch: list[tuple[A, asyncio.Future[W]]]) -> None:
         try:
-            answers = await self._write([submission for submission, _ in batch])
+            answers = await self._write([arrival for arrival, _ in batch])
         except InvalidInputError as error:
             if len(batch) == 1:
                 _fail(batch, error)
@@ -55,7 +56,7 @@ class Intake:
                     future.set_result(answer)
 
 
-def _fail(batch: list[_Arrival], error: Exception) -> None:
+def _fail(batch: Sequence[tuple[object, asyncio.Future[Any]]], error: Exception) -> None:
     for _, future in batch:
         if not future.done():
             future.set_exception(error)

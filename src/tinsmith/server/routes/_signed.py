@@ -1,4 +1,7 @@
-"""Download URLs that carry their own proof: whoever has one may read that one thing until it expires, without a key."""
+"""Download URLs that carry their own proof: whoever has one may read that one thing until it expires, without a key.
+
+They end earlier with the key that they were made with, and with what that key may read.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,26 @@ def expiry_of_urls(call: Call) -> datetime:
 
 def signed_url(call: Call, path: str, expires: datetime) -> str:
     """`path` as the route sees it, without a slash in front."""
-    seconds = str(int(expires.timestamp()))
-    signature = call.services.authority.secret.signature(_statement(path, seconds))
-    query = urlencode({"expires": seconds, "signature": signature})
+    key, seconds = call.caller.key, str(int(expires.timestamp()))
+    signed = {"key": str(key.key_id) if key else "", "expires": seconds}
+    signature = call.services.authority.secret.signature(_statement(path, **signed))
+    query = urlencode({**signed, "signature": signature})
     return f"{call.request.base_url}{quote(path, safe='/:')}?{query}"
 
 
-def check_signature(call: Call, path: str) -> None:
-    expires = call.request.query_params.get("expires", "")
-    signature = call.request.query_params.get("signature", "")
-    if not call.services.authority.secret.has_signed(_statement(path, expires), signature):
+async def reader_of(call: Call, path: str) -> str:
+    """The owner of the key that this URL was made with: what that key may read now, the URL may."""
+    key, expires, signature = (call.request.query_params.get(name, "") for name in ("key", "expires", "signature"))
+    authority = call.services.authority
+    if not authority.secret.has_signed(_statement(path, key, expires), signature):
         raise status_error(403, "This URL was not made by this server, or was changed. Ask for a new one.")
     if int(expires) < datetime.now(UTC).timestamp():
         raise status_error(403, "This URL has expired. Ask for a new one.")
+    owner = await call.stored(authority.owner_of, int(key) if key else None)
+    if owner is None:
+        raise status_error(403, "The key that this URL was made with was revoked. Ask for a new one with another.")
+    return owner
 
 
-def _statement(path: str, expires: str) -> str:
-    return f"read {path} until {expires}"
+def _statement(path: str, key: str, expires: str) -> str:
+    return f"read {path} with key {key} until {expires}"

@@ -9,6 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server import audit, logs
 from tinsmith.server.checks import check_base_model, refuse
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.routes._call import Call, parse_json, reply, shortened, status_error
@@ -26,10 +27,12 @@ async def accept(
     call: Call, job: NewJob, refusal: InvalidInputError | None = None, *, model: NewModel | None = None
 ) -> Enqueued:
     """Queue the job, or record why it was refused."""
+    logs.about(session_id=job.session_id, model_id=job.model_id)
     if refusal is not None:
         return await settle(call, job, Failed(error=shortened(refusal.message), category="user"))
     await call.services.backlog.admit(job)
-    enqueued = await _enqueue(call, Submission(job=job, model=model))
+    event = audit.submitted(call, job, is_refused=False)
+    enqueued = await _enqueue(call, Submission(job=job, model=model, event=event))
     if job.base_model is not None:
         call.services.workers.wake(job.base_model)
     return enqueued
@@ -52,12 +55,16 @@ async def _enqueue(call: Call, submission: Submission) -> Enqueued:
 
 async def settle(call: Call, job: NewJob, outcome: Done | Failed) -> Enqueued:
     """Record a job that needs no worker, with its outcome."""
-    enqueued = await call.services.intake.add(Submission(job=job, outcome=outcome))
+    content = outcome.error.encode() if isinstance(outcome, Failed) else outcome.result
+    call.services.paperwork.charge(call.owner, len(content))
+    event = audit.submitted(call, job, is_refused=True) if isinstance(outcome, Failed) else None
+    enqueued = await call.services.intake.add(Submission(job=job, outcome=outcome, event=event))
     call.services.waiting.notice([enqueued.request_id])
     return enqueued
 
 
 def acknowledged(enqueued: Enqueued, sample_sequence_ids: Sequence[str] | None = None) -> Response:
+    logs.about(request_id=enqueued.request_id)
     ids = None if sample_sequence_ids is None else list(sample_sequence_ids)
     return reply(UntypedAPIFuture(request_id=enqueued.request_id, sample_sequence_ids=ids))
 
@@ -123,9 +130,4 @@ def trainable(call: Call, model: Model) -> ModelFacts:
         raise refuse("model_id", f"{model.model_id} holds copied checkpoints only; load them into a new model")
     if model.removed is not None:
         raise refuse("model_id", f"{model.model_id} was not used for long after its session; load a checkpoint of it")
-    if model.corrupted is not None:
-        raise refuse(
-            "model_id",
-            f"{model.model_id} cannot go on: {model.corrupted}. Make a new model, or resume from a checkpoint",
-        )
     return check_base_model(model.base_model, call.services.models)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import re
-import tempfile
-from collections.abc import Iterator
-from typing import IO
+from functools import partial
 
 from starlette.responses import FileResponse, Response, StreamingResponse
 
 from tinsmith.errors import APIStatusError
+from tinsmith.server import audit
 from tinsmith.server.checks import check_ttl, refuse
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
 from tinsmith.server.routes._found import checkpoint_at
 from tinsmith.server.routes._paging import page_of
 from tinsmith.server.routes._shown import shown_checkpoint
-from tinsmith.server.routes._signed import check_signature, expiry_of_urls, signed_url
+from tinsmith.server.routes._signed import expiry_of_urls, reader_of, signed_url
 from tinsmith.server.routes.weights import expiry
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import CheckpointKey
 from tinsmith.types import CheckpointsListResponse, ExternalWeightsUrlsResponse, SetCheckpointTTLRequest
 
 _ARCHIVE = "archive.tar"
-_PIECE_BYTES = 2**20
 _PLACES = r"(\d{1,18})-(\d{0,18})|-[1-9]\d{0,17}"
 _RANGE = re.compile(rf"bytes=(?:{_PLACES})(?:, *(?:{_PLACES}))*")
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
@@ -38,10 +36,10 @@ async def list_checkpoints(call: Call) -> Response:
 async def delete_checkpoint(call: Call) -> Response:
     """Delete a checkpoint and its files. Samplers made from it keep working as long as they are loaded."""
     key = _key(call)
-    if not await call.stored(call.store.checkpoints.delete, key, call.owner):
+    forget = partial(call.store.checkpoints.delete, key, call.owner, audit.done(call, "checkpoint_delete", key))
+    if not await call.stored(call.services.folders.delete, key.tinker_path, forget):
         raise _missing(key)
-    await call.stored(call.services.folders.delete, key.tinker_path)
-    return await _noted(call, "checkpoint_delete", key)
+    return nothing()
 
 
 async def publish(call: Call) -> Response:
@@ -57,9 +55,11 @@ async def unpublish(call: Call) -> Response:
 async def _set_public(call: Call, public: bool) -> Response:
     """Asking for what is so already is no error: clients would repeat the request for minutes."""
     key = _key(call)
-    if not await call.stored(call.store.checkpoints.set_public, key, call.owner, public):
+    call.services.paperwork.charge(call.owner, 0)
+    event = audit.done(call, "checkpoint_publish" if public else "checkpoint_unpublish", key)
+    if not await call.stored(call.store.checkpoints.set_public, key, call.owner, public, event):
         raise _missing(key)
-    return await _noted(call, "checkpoint_publish" if public else "checkpoint_unpublish", key)
+    return nothing()
 
 
 async def set_ttl(call: Call) -> Response:
@@ -67,13 +67,10 @@ async def set_ttl(call: Call) -> Response:
     request = await call.read(SetCheckpointTTLRequest)
     key = _key(call)
     expires = expiry(check_ttl(request.ttl_seconds))
-    if not await call.stored(call.store.checkpoints.set_expiry, key, call.owner, expires):
+    call.services.paperwork.charge(call.owner, 0)
+    event = audit.done(call, "checkpoint_set_ttl", key, ttl_seconds=request.ttl_seconds)
+    if not await call.stored(call.store.checkpoints.set_expiry, key, call.owner, expires, event):
         raise _missing(key)
-    return await _noted(call, "checkpoint_set_ttl", key)
-
-
-async def _noted(call: Call, event: str, key: CheckpointKey) -> Response:
-    await call.stored(call.store.audit.record, call.owner, event, model_id=key.run_id, tinker_path=key.tinker_path)
     return nothing()
 
 
@@ -88,8 +85,9 @@ async def external_weights_urls(call: Call) -> Response:
         raise refuse("checkpoint", f"{key.tinker_path} is not an export; make one with save_weights_external")
     files = await call.stored(call.services.folders.files, key.tinker_path)
     expires = expiry_of_urls(call)
+    call.services.paperwork.charge(call.owner, 0)
     urls = {file: signed_url(call, _file_path(key, file), expires) for file in files}
-    await _noted(call, "checkpoint_download", key)
+    await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", key))
     return reply(ExternalWeightsUrlsResponse(urls=urls, expires=expires))
 
 
@@ -98,14 +96,17 @@ async def archive_url(call: Call) -> Response:
     key = _key(call)
     await checkpoint_at(call, key.tinker_path)
     expires = expiry_of_urls(call)
-    await _noted(call, "checkpoint_download", key)
+    call.services.paperwork.charge(call.owner, 0)
+    await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", key))
     return reply_plain({"url": signed_url(call, _file_path(key, _ARCHIVE), expires), "expires": expires})
 
 
 async def download(call: Call) -> Response:
     """A file by its signed URL, as a whole or in ranges."""
     key, file = _key(call), call.part("file")
-    check_signature(call, _file_path(key, file))
+    reader = await reader_of(call, _file_path(key, file))
+    if await call.stored(call.store.checkpoints.get, key, reader) is None:
+        raise _missing(key)
     return await (_archive(call, key) if file == _ARCHIVE else _file(call, key, file))
 
 
@@ -129,25 +130,13 @@ def _check_range(asked: str, size: int) -> None:
 
 
 async def _archive(call: Call, key: CheckpointKey) -> Response:
-    archive = await call.stored(_write_archive, call, key)
-    length = {"content-length": str(archive.tell())}
-    return StreamingResponse(_pieces(archive), headers=length, media_type="application/x-tar")
-
-
-def _write_archive(call: Call, key: CheckpointKey) -> IO[bytes]:
-    """Written out first, because a download without a length can neither show progress nor be checked."""
-    if not call.services.folders.exists(key.tinker_path):
-        raise _missing(key)
-    archive = tempfile.TemporaryFile(dir=call.services.config.state)  # noqa: SIM115 - closed when it was sent
-    call.services.folders.write_archive(key.tinker_path, archive)
-    return archive
-
-
-def _pieces(archive: IO[bytes]) -> Iterator[bytes]:
-    with archive:
-        archive.seek(0)
-        while piece := archive.read(_PIECE_BYTES):
-            yield piece
+    """With its length: a download without one can neither show progress nor be checked."""
+    try:
+        archive = await call.stored(call.services.folders.archive, key.tinker_path)
+    except FileNotFoundError:  # deleted in this moment
+        raise _missing(key) from None
+    length = {"content-length": str(archive.size_bytes)}
+    return StreamingResponse(archive, headers=length, media_type="application/x-tar")
 
 
 def _file_path(key: CheckpointKey, file: str) -> str:

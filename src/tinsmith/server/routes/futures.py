@@ -8,6 +8,8 @@ from collections.abc import Callable
 from starlette.responses import Response
 
 from tinsmith.errors import APIStatusError
+from tinsmith.server import logs
+from tinsmith.server.messages import Replay
 from tinsmith.server.routes._call import JSON, PROTOBUF, Call, Endpoint, reply, reply_plain, status_error
 from tinsmith.server.routes._found import sampler_named
 from tinsmith.server.store.records import Completion, Completions, Done, Expired, Failed, Status
@@ -26,16 +28,32 @@ from tinsmith.types import (
 )
 from tinsmith.wire import json, proto
 
+_AWAY = "the server's database is out of reach; work goes on when it is back"
+_AWAY_SECONDS = 5.0
+
 
 async def retrieve_future(call: Call) -> Response:
     """The result of an operation, waited for up to half a minute; 408 if it takes longer."""
     request = await call.read(FutureRetrieveRequest)
+    logs.about(request_id=request.request_id)
     waiting, seconds = call.services.waiting, call.services.config.long_poll_seconds
     status = await waiting.until_done(request.request_id, call.owner, seconds)
-    status = status or await waiting.status(request.request_id)
+    try:
+        if status is None and waiting.is_blind:
+            raise TimeoutError
+        status = status or await waiting.status(request.request_id)
+    except TimeoutError:
+        return _paused(request.request_id, _AWAY)
+    await call.check_again()
     if status is None or status.owner != call.owner:
         raise await _unknown(call, request.request_id)
     return await _result(call, request, status)
+
+
+async def _while_database_is_away() -> Response:
+    """Clients ask again at once, whatever they are told, so they are kept for a moment."""
+    await asyncio.sleep(_AWAY_SECONDS)
+    return _paused("", _AWAY)
 
 
 async def _unknown(call: Call, request_id: str) -> APIStatusError:
@@ -53,7 +71,7 @@ def _expired(request_id: str) -> APIStatusError:
 async def _result(call: Call, request: FutureRetrieveRequest, status: Status) -> Response:
     match status.outcome:
         case None:
-            return _pending(call, status)
+            return await _pending(call, status)
         case Expired():
             raise _expired(status.request_id)
         case Failed(error=error, category=category):
@@ -67,23 +85,43 @@ async def _result(call: Call, request: FutureRetrieveRequest, status: Status) ->
     )
 
 
-def _pending(call: Call, status: Status) -> Response:
-    reason = _why_paused(call, status)
+async def _pending(call: Call, status: Status) -> Response:
+    reason = await _missing(call, status) if status.is_held_up else _why_paused(call, status)
     if reason is None:
         return reply(TryAgainResponse(request_id=status.request_id), status=408)
-    return reply(
-        TryAgainResponse(request_id=status.request_id, queue_state="paused_capacity", queue_state_reason=reason),
-        status=408,
+    return _paused(status.request_id, reason)
+
+
+def _paused(request_id: str, reason: str) -> Response:
+    waits = TryAgainResponse(request_id=request_id, queue_state="paused_capacity", queue_state_reason=reason)
+    return reply(waits, status=408)
+
+
+async def _missing(call: Call, status: Status) -> str:
+    """The number may be on its way. It never comes if its body could not be read and its client went on regardless."""
+    number = await call.stored(call.store.jobs.first_missing, status.request_id.rpartition(":")[0])
+    return (
+        f"the operation with the lower number (seq_id) {number} of this model has not arrived; if it was given up, the "
+        "model cannot go on: make a new one, from its last checkpoint"
     )
 
 
 def _why_paused(call: Call, status: Status) -> str | None:
-    if status.is_held_up:
-        return "an operation of this model with a lower number (seq_id) has not arrived"
-    if status.base_model is None or call.services.workers.is_ready(status.base_model):
+    if status.base_model is None:
         return None
-    is_served = status.base_model in call.services.models
-    return f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
+    workers = call.services.workers
+    if not workers.is_ready(status.base_model):
+        is_served = status.base_model in call.services.models
+        return f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
+    return workers.held_up(status.base_model) or _replay(workers.replay(status.base_model), status)
+
+
+def _replay(replay: Replay | None, status: Status) -> str | None:
+    """A worker does one thing at a time, so others wait too; whose model it is does not concern them."""
+    if replay is None:
+        return None
+    whose = "" if status.request_id.rpartition(":")[0] == replay.model_id else " another model"
+    return f"rebuilding{whose} after a restart: {replay.replayed} of {replay.total} operations replayed"
 
 
 async def _finished(call: Call, request: FutureRetrieveRequest, status: Status, done: Done) -> Response:
@@ -115,6 +153,7 @@ async def retrieve_futures(call: Call) -> Response:
     if request.retrieved_request_ids:
         await call.stored(call.store.results.free, call.owner, request.retrieved_request_ids)
     found = await _completions(call, sampler.sampler_id, target.cloned_sampler_id, request.prev_cursor)
+    await call.check_again()
     return reply(FuturesRetrieveResponse(completions=[*map(_completion, found.items)], cursor=found.cursor))
 
 
@@ -141,9 +180,12 @@ def _completion(done: Completion) -> FutureCompletion:
 async def cancel_future(call: Call) -> Response:
     """The client has lost interest. A request that runs already is stopped as soon as its worker sees it."""
     request = await call.read(CancelFutureRequest)
+    logs.about(request_id=request.request_id)
     status = await call.services.waiting.status(request.request_id)
     if status is None or status.owner != call.owner:
         raise status_error(404, f"There is no request {request.request_id!r}.")
+    if status.state == "queued":  # else submitting and cancelling by turns would fill the database
+        call.services.paperwork.charge(call.owner, 0)
     became = await call.stored(call.store.jobs.cancel, request.request_id, call.owner)
     if became == "cancelled":
         call.services.waiting.notice([request.request_id])
@@ -153,7 +195,14 @@ async def cancel_future(call: Call) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint("POST", "/api/v1/retrieve_future", retrieve_future, FutureRetrieveRequest, gives_protobuf=True),
+    Endpoint(
+        "POST",
+        "/api/v1/retrieve_future",
+        retrieve_future,
+        FutureRetrieveRequest,
+        gives_protobuf=True,
+        when_away=_while_database_is_away,
+    ),
     Endpoint("POST", "/api/v1/retrieve_futures", retrieve_futures, FuturesRetrieveRequest, FuturesRetrieveResponse),
     Endpoint("POST", "/api/v1/cancel_future", cancel_future, CancelFutureRequest),
 )

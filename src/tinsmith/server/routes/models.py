@@ -44,20 +44,30 @@ async def create_model(call: Call) -> Response:
         request = _complete(CreateModelRequest.from_builtins(fields))
         check_base_model(request.base_model, call.services.models)
         check_optimizer(request.optimizer_config)
-        await check_room(call, model_id)
         model = _new_model(call, model_id, request)
     except InvalidInputError as refusal:
         return acknowledged(await accept(call, job, refusal))
     job = msgspec.structs.replace(job, base_model=request.base_model, payload=json.encode(request))
-    return acknowledged(await accept(call, job, model=model))
+    return await accept_model(call, job, model)
 
 
-async def check_room(call: Call, model_id: str) -> None:
+async def accept_model(call: Call, job: NewJob, model: NewModel) -> Response:
+    """One at a time of each owner: requests in the same moment would pass the limit together."""
+    async with call.services.making_models[call.owner]:
+        try:
+            await _check_room(call, model.model_id)
+        except InvalidInputError as refusal:
+            return acknowledged(await accept(call, job, refusal))
+        return acknowledged(await accept(call, job, model=model))
+
+
+async def _check_room(call: Call, model_id: str) -> None:
     """Not an answer to come again: an owner's models become fewer in days, and no client waits for that."""
     most = call.services.config.max_models
     if await call.stored(call.store.models.count, call.owner) < most:
         return
     if await call.stored(call.store.models.get, model_id, call.owner) is None:  # the request may be a repeated one
+        call.services.refusals["models"] += 1
         raise refuse(
             "base_model",
             f"cannot be trained once more: this key has {most:,} models already. Those of sessions that have ended go "

@@ -62,7 +62,7 @@ async def _shown(call: Call, runs: Sequence[Model]) -> list[TrainingRun]:
             base_model=run.base_model,
             model_owner=run.owner,
             is_lora=True,
-            corrupted=run.corrupted is not None,
+            corrupted=run.corrupted is not None or call.services.workers.problem(run.base_model) is not None,
             lora_rank=run.lora.rank,
             last_request_time=run.last_request,
             last_checkpoint=shown_checkpoint(latest[run.model_id]) if run.model_id in latest else None,

@@ -34,6 +34,7 @@ async def create_sampling_session(call: Call) -> Response:
         raise refuse("sampling_session_seq_id", f"is {request.sampling_session_seq_id}; count from 0")
     checkpoint = None if request.model_path is None else await _sampled_checkpoint(call, request.model_path)
     base_model = _base_model(call, request.base_model, checkpoint)
+    call.services.paperwork.charge(call.owner, 0)
     sampler = await call.stored(
         call.store.samplers.create,
         NewSampler(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import Response
 
+from tinsmith.server import audit
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
 from tinsmith.types import (
     AuthTokenResponse,
@@ -56,7 +57,7 @@ async def apikey_me(call: Call) -> Response:
 
 async def revoke_apikey_me(call: Call) -> Response:
     """Revoke the key that is sent along."""
-    await call.stored(call.services.authority.revoke, call.caller)
+    await call.stored(call.services.authority.revoke, call.caller, audit.address(call))
     return nothing()
 
 

@@ -7,13 +7,15 @@ from collections.abc import Mapping
 import msgspec
 from starlette.responses import Response
 
-from tinsmith.server.checks import refuse, text_metadata
-from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
+from tinsmith.server import audit
+from tinsmith.server.checks import check_tags, check_text, refuse, text_metadata
+from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, shortened, status_error
 from tinsmith.server.routes._found import session_named
 from tinsmith.server.routes._paging import page_of, scope_of
-from tinsmith.server.routes._signed import check_signature, expiry_of_urls, signed_url
+from tinsmith.server.routes._signed import expiry_of_urls, reader_of, signed_url
 from tinsmith.server.routes._trace import session_trace
 from tinsmith.server.store.records import (
+    Heartbeat,
     NewSession,
     Session,
     SessionCursor,
@@ -48,6 +50,7 @@ from tinsmith.types import (
     UserSearchOwner,
 )
 from tinsmith.types.service import ClientFinishedSessionStatusQuery, SessionStatusQuery
+from tinsmith.wire import json
 
 DEFAULT_PROJECT = "project-default"
 MAX_CONDITIONS = 100
@@ -62,6 +65,10 @@ _FINISHES: Mapping[str, ClientSessionFinishReason] = {
 async def create_session(call: Call) -> Response:
     """Open a session; everything a client makes belongs to one."""
     request = await call.read(CreateSessionRequest)
+    check_tags(request.tags)
+    for field in ("sdk_version", "project_id", "display_name"):
+        check_text(field, getattr(request, field))
+    call.services.paperwork.charge(call.owner, len(json.encode(request)))
     session = await call.stored(
         call.store.sessions.create,
         NewSession(
@@ -79,7 +86,7 @@ async def create_session(call: Call) -> Response:
 async def session_heartbeat(call: Call) -> Response:
     """The client lives. 410 once the session has ended."""
     request = await call.read(SessionHeartbeatRequest)
-    state = await call.stored(call.store.sessions.heartbeat, request.session_id, call.owner)
+    state = await call.services.heartbeats.add(Heartbeat(request.session_id, call.owner))
     if state is None:
         raise status_error(404, f"There is no session {request.session_id!r}.")
     if state != "active":
@@ -92,7 +99,10 @@ async def finish_session(call: Call) -> Response:
     request = await call.read(FinishSessionRequest)
     session_id = call.part("session_id")
     reason = request.reason.type
-    if not await call.stored(call.store.sessions.finish, session_id, call.owner, reason, request.detail):
+    event = audit.done(call, "session_end", session_id=session_id, reason=reason)
+    if not await call.stored(
+        call.store.sessions.finish, session_id, call.owner, reason, request.detail and shortened(request.detail), event
+    ):
         raise status_error(404, f"There is no session {session_id!r}.")
     if reason != "success":
         abandoned = await call.stored(call.store.jobs.cancel_samples, session_id)
@@ -127,8 +137,10 @@ async def get_session(call: Call) -> Response:
 async def assign_project(call: Call) -> Response:
     """Move a session to another project."""
     request = await call.read(AssignSessionProjectRequest)
+    check_text("project_id", request.project_id)
     session_id = call.part("session_id")
-    if not await call.stored(call.store.sessions.set_project, session_id, call.owner, request.project_id):
+    event = audit.done(call, "session_move", session_id=session_id)
+    if not await call.stored(call.store.sessions.set_project, session_id, call.owner, request.project_id, event):
         raise status_error(404, f"There is no session {session_id!r}.")
     return nothing()
 
@@ -136,22 +148,22 @@ async def assign_project(call: Call) -> Response:
 async def trace_export(call: Call) -> Response:
     """A signed URL for the timeline of a session."""
     session = await session_named(call, call.part("session_id"))
-    url = signed_url(call, _trace_path(session.owner, session.session_id), expiry_of_urls(call))
+    url = signed_url(call, _trace_path(session.session_id), expiry_of_urls(call))
     return reply(SessionTraceExportResponse(status="ready", url=url))
 
 
 async def trace(call: Call) -> Response:
     """The timeline of a session by its signed URL, for Perfetto or Chrome's tracing page."""
-    owner, session_id = call.part("owner"), call.part("session_id")
-    check_signature(call, _trace_path(owner, session_id))
-    session = await call.stored(call.store.sessions.get, session_id, owner)
+    session_id = call.part("session_id")
+    reader = await reader_of(call, _trace_path(session_id))
+    session = await call.stored(call.store.sessions.get, session_id, reader)
     if session is None:
         raise status_error(404, f"There is no session {session_id!r}.")
     return reply_plain(await call.stored(session_trace, call.store, session))
 
 
-def _trace_path(owner: str, session_id: str) -> str:
-    return f"api/v1/traces/{session_id}/{owner}"
+def _trace_path(session_id: str) -> str:
+    return f"api/v1/traces/{session_id}"
 
 
 async def search_sessions(call: Call) -> Response:
@@ -252,5 +264,5 @@ ENDPOINTS = (
     Endpoint("GET", "/api/v1/sessions/{session_id}", get_session, gives=GetSessionResponse),
     Endpoint("PUT", "/api/v1/sessions/{session_id}/project", assign_project, AssignSessionProjectRequest),
     Endpoint("GET", "/api/v1/sessions/{session_id}/trace_export", trace_export, gives=SessionTraceExportResponse),
-    Endpoint("GET", "/api/v1/traces/{session_id}/{owner:path}", trace, is_open=True),
+    Endpoint("GET", "/api/v1/traces/{session_id}", trace, is_open=True),
 )

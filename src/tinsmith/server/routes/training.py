@@ -7,9 +7,10 @@ from typing import NamedTuple
 import msgspec
 from starlette.responses import Response
 
-from tinsmith.errors import InvalidInputError
+from tinsmith.errors import APIStatusError, InvalidInputError
 from tinsmith.server.checks import CustomInput, check_custom_loss, check_step, check_training, refuse
-from tinsmith.server.routes._call import JSON, PROTOBUF, Call, Endpoint, parse_json, status_error
+from tinsmith.server.routes._broken import meant_by
+from tinsmith.server.routes._call import JSON, PROTOBUF, Call, Endpoint, TooLargeError, parse_json, status_error
 from tinsmith.server.routes._found import model_named, open_session
 from tinsmith.server.routes._submit import (
     accept,
@@ -52,9 +53,12 @@ async def forward_backward(call: Call) -> Response:
     """Add the gradients of a loss on some examples to the model's; protobuf, or JSON from old clients."""
     config = call.services.config
     if call.expect_type(PROTOBUF, JSON) == JSON:
-        body = await call.body(config.max_json_bytes, config.max_json_bytes)
+        body = await call.json_body(config.max_json_bytes)
         return await _train(call, await call.decoded(_from_json, body))
-    body = await call.body(config.max_body_bytes, config.max_decompressed_bytes)
+    try:
+        body = await call.body(config.max_body_bytes, config.max_decompressed_bytes)
+    except TooLargeError as error:
+        return await _train(call, _unreadable(await call.beginning(error), error))
     return await _train(call, await call.decoded(_from_protobuf, body))
 
 
@@ -98,19 +102,26 @@ def _from_protobuf(body: bytes) -> Arrived:
     try:
         request = proto.decode_forward_backward_request(body)
     except InvalidInputError as error:
-        return _unreadable(body, error)
+        return _wrong(body, error)
     return Arrived(request.model_id, request.seq_id, request.input, body)
 
 
-def _unreadable(body: bytes, error: InvalidInputError) -> Arrived:
+def _wrong(body: bytes, error: InvalidInputError) -> Arrived:
     """A request that cannot be carried out may still say which operation it was meant to be."""
     try:
         model_id, seq_id = proto.decode_forward_backward_ids(body)
     except InvalidInputError:
-        raise status_error(400, error.message) from None
+        return _unreadable(body, status_error(400, error.message))
     if not model_id or seq_id < 1:
         raise status_error(422, error.message)
     return Arrived(model_id, seq_id, error, b"")
+
+
+def _unreadable(beginning: bytes, error: APIStatusError) -> Arrived:
+    meant = meant_by(beginning)
+    if meant is None:
+        raise error
+    return Arrived(*meant, InvalidInputError(error.message), b"")
 
 
 def _from_json(body: bytes) -> Arrived:
@@ -160,6 +171,8 @@ async def create_custom_loss(call: Call) -> Response:
         check_custom_loss(request)
     except InvalidInputError as refusal:
         return acknowledged(await accept(call, job, refusal))
+    definition = json.encode(request)
+    call.services.paperwork.charge(call.owner, len(definition))
     loss = await call.stored(
         call.store.losses.create,
         NewLoss(
@@ -167,7 +180,7 @@ async def create_custom_loss(call: Call) -> Response:
             custom_loss_seq_id=number,
             owner=call.owner,
             name=request.name,
-            definition=json.encode(request),
+            definition=definition,
         ),
     )
     result = json.encode(CreateCustomLossResponse(loss_id=loss.loss_id))

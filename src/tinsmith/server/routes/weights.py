@@ -11,10 +11,11 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server import audit
 from tinsmith.server.age import check_recipients
 from tinsmith.server.checkpoints import check_name
-from tinsmith.server.checks import check_base_model, check_optimizer, check_ttl, refuse, text_metadata
-from tinsmith.server.routes._call import Call, Endpoint, reply
+from tinsmith.server.checks import check_base_model, check_optimizer, check_text, check_ttl, refuse, text_metadata
+from tinsmith.server.routes._call import Call, Endpoint, reply, status_error
 from tinsmith.server.routes._found import checkpoint_at, find_checkpoint, open_session
 from tinsmith.server.routes._submit import (
     accept,
@@ -24,9 +25,10 @@ from tinsmith.server.routes._submit import (
     operation,
     text_field,
 )
-from tinsmith.server.routes.models import check_room
+from tinsmith.server.routes.models import accept_model
 from tinsmith.server.routes.sessions import DEFAULT_PROJECT
 from tinsmith.server.store import ids
+from tinsmith.server.store.checkpoints import no_room
 from tinsmith.server.store.records import Checkpoint, CheckpointKey, Model, NewCheckpoint, NewJob, NewModel
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -98,17 +100,11 @@ async def _check_export(call: Call, request: SaveWeightsExternalRequest, model: 
 
 
 async def _check_disk(call: Call) -> None:
-    """Not an answer to come again: what a key keeps becomes less when its owner deletes something."""
+    """So that nobody waits in vain. How much a save needs is known when it is written, and checked then."""
     most = call.services.config.max_checkpoint_bytes
-    if most is None:
-        return
-    used = sum(one.size_bytes for one in await call.stored(call.store.checkpoints.storage, call.owner))
-    if used >= most:
-        raise refuse(
-            "path",
-            f"cannot be saved: the checkpoints of this key take up {used:,} bytes, and {most:,} at most may. Delete "
-            "some, for example with `tinsmith checkpoint delete`, or save them with ttl_seconds",
-        )
+    if most is not None and (used := await call.stored(call.store.checkpoints.kept_bytes, call.owner)) >= most:
+        call.services.refusals["checkpoint_bytes"] += 1
+        raise no_room(used, 0, most)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
@@ -151,7 +147,6 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
         if base_model != checkpoint.base_model:
             raise refuse("base_model", f"is {base_model!r}, but those weights belong to {checkpoint.base_model!r}")
         metadata = text_metadata(request.user_metadata)
-        await check_room(call, model_id)
     except InvalidInputError as refusal:
         return acknowledged(await accept(call, job, refusal))
     model = NewModel(
@@ -164,7 +159,7 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
         user_metadata=metadata,
     )
     job = msgspec.structs.replace(job, base_model=base_model, payload=json.encode(_without_token(request)))
-    return acknowledged(await accept(call, job, model=model))
+    return await accept_model(call, job, model)
 
 
 async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
@@ -206,14 +201,15 @@ async def copy_weights(call: Call) -> Response:
     """Copy a checkpoint into a run of its own. The same idempotency key, or place in a session, means the same copy."""
     request = await call.read(CopyWeightsRequest)
     ttl_seconds = check_ttl(request.ttl_seconds)
+    check_text("destination_project_id", request.destination_project_id)
     token = request.weights_access_token or call.request.headers.get(ACCESS_TOKEN_HEADER)
     source = await checkpoint_at(call, request.source_path, token)
     run = await _copy_run(call, request, source)
     key = CheckpointKey(run_id=run.model_id, kind=source.key.kind, name=source.key.name)
     if await find_checkpoint(call, key) is None:
         await _check_disk(call)
-        await call.stored(call.services.folders.copy, source.key.tinker_path, key.tinker_path)
-        await call.stored(_record_copy, call, source, run, key, ttl_seconds)
+        call.services.paperwork.charge(call.owner, 0)
+        await call.stored(_copy, call, source, run, key, ttl_seconds)
     return reply(CopyWeightsResponse(tinker_path=key.tinker_path))
 
 
@@ -242,10 +238,26 @@ async def _copy_run(call: Call, request: CopyWeightsRequest, source: Checkpoint)
 
 def _copy_id(call: Call) -> str:
     key = call.request.headers.get("x-idempotency-key") or secrets.token_hex()
-    return f"copy-{hashlib.sha256(f'{call.owner} {key}'.encode()).hexdigest()[:24]}"
+    # As JSON, in which no other owner with another key makes the same text.
+    return f"copy-{hashlib.sha256(json.encode([call.owner, key])).hexdigest()[:24]}"
 
 
-def _record_copy(call: Call, source: Checkpoint, run: NewModel, key: CheckpointKey, ttl_seconds: int | None) -> None:
+def _copy(call: Call, source: Checkpoint, run: NewModel, key: CheckpointKey, ttl_seconds: int | None) -> None:
+    path = source.key.tinker_path
+    try:
+        call.services.folders.copy(
+            path, key.tinker_path, lambda size: _record_copy(call, source, run, key, size, ttl_seconds)
+        )
+    except FileNotFoundError:
+        raise status_error(404, f"{path} was deleted or replaced while it was being copied.") from None
+
+
+def _record_copy(
+    call: Call, source: Checkpoint, run: NewModel, key: CheckpointKey, size: int, ttl_seconds: int | None
+) -> None:
+    now = call.store.checkpoints.get(source.key, source.owner)
+    if now is None or now.request_id != source.request_id:
+        raise FileNotFoundError  # some of the files may be of one checkpoint and some of its successor
     call.store.models.create(run)
     call.store.checkpoints.save(
         NewCheckpoint(
@@ -254,14 +266,14 @@ def _record_copy(call: Call, source: Checkpoint, run: NewModel, key: CheckpointK
             base_model=run.base_model,
             lora=run.lora,
             optimizer_config=run.optimizer_config,
-            size_bytes=source.size_bytes,
+            size_bytes=size,
             request_id=key.run_id,
             user_metadata=source.user_metadata,
             expires=expiry(ttl_seconds),
-        )
+        ),
+        most_bytes=call.services.config.max_checkpoint_bytes,
+        event=audit.done(call, "checkpoint_copy", key, source=source.key.tinker_path),
     )
-    details = {"source": source.key.tinker_path}
-    call.store.audit.record(call.owner, "checkpoint_copy", details, model_id=key.run_id, tinker_path=key.tinker_path)
 
 
 def expiry(ttl_seconds: int | None) -> datetime | None:

@@ -14,6 +14,7 @@ from sqlalchemy.exc import OperationalError as StoreUnavailableError
 from tinsmith.server.store.audit import Audit
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.database import Database, utc_now
+from tinsmith.server.store.forgetting import forget_sessions
 from tinsmith.server.store.jobs import Jobs
 from tinsmith.server.store.keys import LOCAL_OWNER, Keys
 from tinsmith.server.store.models import Models
@@ -41,6 +42,10 @@ class Store:
         self.checkpoints = Checkpoints(self._database)
         self.keys = Keys(self._database)
         self.audit = Audit(self._database)
+
+    def forget_sessions(self, idle_since: datetime) -> int:
+        """Remove sessions that ended before that time and of which nothing is left; gives back how many."""
+        return forget_sessions(self._database, idle_since)
 
     def close(self) -> None:
         self._database.close()

@@ -9,9 +9,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.audit import note, noted
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.models import lora, lora_values, project
-from tinsmith.server.store.records import Checkpoint, CheckpointKey, CheckpointKind, NewCheckpoint, Page, Storage
+from tinsmith.server.store.records import (
+    Checkpoint,
+    CheckpointKey,
+    CheckpointKind,
+    NewCheckpoint,
+    NewEvent,
+    Page,
+    Storage,
+)
 from tinsmith.server.store.schema import checkpoints, models
 
 _NEWEST_FIRST = (checkpoints.c.created.desc(), checkpoints.c.run_id, checkpoints.c.kind, checkpoints.c.name)
@@ -23,11 +32,19 @@ class Checkpoints:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def save(self, checkpoint: NewCheckpoint, *, overwrite: bool = False) -> Checkpoint:
+    def save(
+        self,
+        checkpoint: NewCheckpoint,
+        *,
+        overwrite: bool = False,
+        most_bytes: int | None = None,
+        event: NewEvent | None = None,
+    ) -> Checkpoint:
         """Enter a checkpoint whose files are in place.
 
         A name that is taken is refused, unless `overwrite` says to replace it (metadata and time to live included, and
-        it is no longer public) or the same job wrote it before.
+        it is no longer public) or the same job wrote it before. So is one with which its owner would keep more than
+        `most_bytes`.
         """
 
         def write(connection: sa.Connection) -> Checkpoint:
@@ -40,6 +57,10 @@ class Checkpoints:
             row = connection.execute(insert, self._values(checkpoint)).one_or_none()
             if row is None:
                 raise name_taken(checkpoint.key)
+            if most_bytes is not None and (used := self._kept_bytes(connection, checkpoint.owner)) > most_bytes:
+                raise no_room(used - checkpoint.size_bytes, checkpoint.size_bytes, most_bytes)
+            if event is not None:
+                note(connection, event, row.created)
             return _checkpoint(row)
 
         return self._database.write(write)
@@ -87,26 +108,44 @@ class Checkpoints:
         query = sa.select(ranked).where(ranked.c.place == 1)
         return self._database.read(lambda c: {row.run_id: _checkpoint(row) for row in c.execute(query)})
 
-    def set_public(self, key: CheckpointKey, owner: str, public: bool) -> bool:
+    def set_public(self, key: CheckpointKey, owner: str, public: bool, event: NewEvent | None = None) -> bool:
         """Publish or withdraw; False if the owner has no such checkpoint."""
         update = sa.update(checkpoints).where(_is(key), checkpoints.c.owner == owner, self._is_kept())
-        return self._database.write(lambda c: c.execute(update.values(public=public)).rowcount > 0)
+        return self._changed(update.values(public=public), event)
 
-    def set_expiry(self, key: CheckpointKey, owner: str, expires: datetime | None) -> bool:
+    def set_expiry(
+        self, key: CheckpointKey, owner: str, expires: datetime | None, event: NewEvent | None = None
+    ) -> bool:
         """Keep until then, or for ever; False if the owner has no such checkpoint."""
         update = sa.update(checkpoints).where(_is(key), checkpoints.c.owner == owner, self._is_kept())
-        return self._database.write(lambda c: c.execute(update.values(expires=expires)).rowcount > 0)
+        return self._changed(update.values(expires=expires), event)
 
-    def delete(self, key: CheckpointKey, owner: str) -> bool:
+    def delete(self, key: CheckpointKey, owner: str, event: NewEvent | None = None) -> bool:
         """Forget a checkpoint (its files are the caller's to remove); False if the owner has no such one."""
-        statement = sa.delete(checkpoints).where(_is(key), checkpoints.c.owner == owner)
-        return self._database.write(lambda connection: connection.execute(statement).rowcount > 0)
+        return self._changed(sa.delete(checkpoints).where(_is(key), checkpoints.c.owner == owner), event)
+
+    def delete_expired(self, key: CheckpointKey, event: NewEvent | None = None) -> bool:
+        """The same for one whose time is over; False if it was replaced or given more time meanwhile."""
+        over = checkpoints.c.expires <= self._database.now()
+        return self._changed(sa.delete(checkpoints).where(_is(key), over), event)
+
+    def _changed(self, statement: sa.Update | sa.Delete, event: NewEvent | None) -> bool:
+        now = self._database.now()
+        return self._database.write(noted(lambda c: c.execute(statement).rowcount > 0, event, now))
 
     def expired(self, limit: int = 100) -> list[Checkpoint]:
-        """Those whose time is over: remove their files, then `delete` them."""
+        """Those whose time is over: `delete_expired` them, and remove their files."""
         query = sa.select(checkpoints).where(checkpoints.c.expires <= self._database.now())
         page = query.order_by(checkpoints.c.expires).limit(limit)
         return self._database.all(page, _checkpoint)
+
+    def kept_bytes(self, owner: str) -> int:
+        """The size of all that an owner keeps."""
+        return self._database.read(lambda connection: self._kept_bytes(connection, owner))
+
+    def _kept_bytes(self, connection: sa.Connection, owner: str) -> int:
+        kept = sa.and_(checkpoints.c.owner == owner, self._is_kept())
+        return int(connection.scalar(sa.select(sa.func.sum(checkpoints.c.size_bytes)).where(kept)) or 0)
 
     def storage(self, owner: str) -> list[Storage]:
         """What an owner keeps, by project."""
@@ -152,6 +191,16 @@ def name_taken(key: CheckpointKey) -> InvalidInputError:
         f"{key.tinker_path} exists already. Use another name, or overwrite=True to replace it.",
         field="path",
         value=key.name,
+    )
+
+
+def no_room(used: int, more: int, most: int) -> InvalidInputError:
+    """Not an answer to come again: what a key keeps becomes less when its owner deletes something."""
+    what = f"{more:,} more bytes" if more else "More"
+    return InvalidInputError(
+        f"{what} cannot be saved: the checkpoints of this key take up {used:,} bytes, and {most:,} at most may. Delete "
+        "some, for example with `tinsmith checkpoint delete`, or save them with ttl_seconds.",
+        field="path",
     )
 
 

@@ -45,6 +45,7 @@ class Database:
         self.now = now
         self.engine = _open(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self._glances: list[sqlite3.Connection] = []
         # Threads of one process queue here, so that only processes have to try again and again (`_begin_sqlite`).
         self._writer: threading.Lock | nullcontext[None] = threading.Lock() if self.is_sqlite else nullcontext()
         try:
@@ -56,6 +57,8 @@ class Database:
             raise
 
     def close(self) -> None:
+        for connection in self._glances:
+            connection.close()
         self.engine.dispose()
 
     def read(self, work: Work[T]) -> T:
@@ -71,6 +74,26 @@ class Database:
     def all(self, query: sa.Select[Any], make: Callable[[Row], T]) -> list[T]:
         """A record of every row."""
         return [make(row) for row in self.read(lambda connection: connection.execute(query).all())]
+
+    def glance(self, query: sa.Select[T]) -> Callable[[], T | None]:
+        """A way to read one value in a few microseconds, from one thread at a time.
+
+        It gives `None` where that would take longer: always, if the database is on the other side of a network.
+        """
+        if not self.is_sqlite:
+            return lambda: None
+        statement = str(query.compile(self.engine, compile_kwargs={"literal_binds": True}))
+        connection = sqlite3.connect(self._sqlite_file, timeout=0, isolation_level=None, check_same_thread=False)
+        self._glances.append(connection)
+
+        def read() -> T | None:
+            try:
+                ((value,),) = connection.execute(statement).fetchall()
+            except sqlite3.OperationalError:
+                return None
+            return cast(T, value)
+
+        return read
 
     def write(self, work: Work[T], *, durable: bool = True) -> T:
         """Run `work` in a transaction; it is committed on return and undone on an exception.

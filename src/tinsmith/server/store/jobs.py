@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import sqlalchemy as sa
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.audit import note
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.models import insert_model
 from tinsmith.server.store.outcomes import outcome_values, result_values
@@ -23,6 +26,7 @@ from tinsmith.server.store.records import (
     Failed,
     Job,
     Lane,
+    NewEvent,
     NewJob,
     NewModel,
     Outcome,
@@ -66,12 +70,13 @@ _LANES = sa.union_all(
     *(sa.select(sa.literal(lane)).where(sa.exists().where(_ready(jobs, lane))) for lane in ("train", "sample"))
 )
 _PICK = (
-    sa.select(jobs.c.request_id, jobs.c.turn)
+    sa.select(jobs.c.request_id, jobs.c.turn, sa.func.length(payloads.c.data).label("size_bytes"))
+    .join(payloads)
     .where(_ready(jobs), jobs.c.owner == sa.bindparam("owner"))
     .order_by(jobs.c.turn, jobs.c.created)
     .limit(sa.bindparam("share"))
     .offset(sa.bindparam("skip"))
-    .with_for_update()
+    .with_for_update(of=jobs)
 )
 _START = (
     sa.update(jobs)
@@ -124,6 +129,7 @@ _KEEP_RESULTS = sa.insert(results)
 _DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.request_id.in_(sa.bindparam("ids", expanding=True)))
 
 
+_NO_EVENTS: Mapping[str, NewEvent] = MappingProxyType({})
 _AT_ONCE = 500  # jobs settled in one transaction, so that nobody waits long for the write lock
 
 
@@ -165,31 +171,47 @@ class Jobs:
             answers[place] = self._queue.add(connection, submission.job, submission.outcome, now)
             if submission.model is not None and answers[place].is_new:
                 insert_model(self._database, connection, submission.model, now)
+            if submission.event is not None and answers[place].is_new:
+                note(connection, submission.event, now)
         return [answers[place] for place in range(len(submissions))]
 
     # Working
 
-    def claim(self, base_model: str, worker: str, *, train: int = 0, sample: int = 0) -> list[Job]:
+    def claim(
+        self,
+        base_model: str,
+        worker: str,
+        *,
+        train: int = 0,
+        sample: int = 0,
+        train_bytes: int = sys.maxsize,
+        sample_bytes: int = sys.maxsize,
+    ) -> list[Job]:
         """Take up to so many jobs of each kind that may run, marked as running for this worker.
+
+        No more are taken once their payloads have so many bytes; the last one may be larger than what was left, as
+        otherwise one that is larger than the whole would never run.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
         and within an owner the streams take turns. One worker at a time claims for a base model.
         """
-        rooms: dict[Lane, int] = {"train": train, "sample": sample}
+        rooms: dict[Lane, tuple[int, int]] = {"train": (train, train_bytes), "sample": (sample, sample_bytes)}
         # Looking takes no lock: a worker that looks in vain keeps nobody from submitting.
         waiting = self._database.read(lambda connection: connection.scalars(_LANES, {"base_model": base_model}).all())
-        wanted = {lane: room for lane, room in rooms.items() if room > 0 and lane in waiting}
+        wanted = {lane: room for lane, room in rooms.items() if min(room) > 0 and lane in waiting}
         if not wanted:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
-            claims = (self._claim(connection, base_model, worker, lane, room) for lane, room in wanted.items())
+            claims = (self._claim(connection, base_model, worker, lane, *room) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
         return self._database.write(write, durable=False)
 
-    def _claim(self, connection: sa.Connection, base_model: str, worker: str, lane: Lane, limit: int) -> list[Job]:
-        reached = self._pick(connection, base_model, lane, limit)
+    def _claim(
+        self, connection: sa.Connection, base_model: str, worker: str, lane: Lane, limit: int, room_bytes: int
+    ) -> list[Job]:
+        reached = self._pick(connection, base_model, lane, limit, room_bytes)
         if not reached:
             return []
         picked = list(reached)
@@ -208,8 +230,10 @@ class Jobs:
         )
         return claimed
 
-    def _pick(self, connection: sa.Connection, base_model: str, lane: Lane, limit: int) -> dict[str, int]:
-        """Requests and their turns: rounds over the owners, equal parts each round, until the limit or the end."""
+    def _pick(
+        self, connection: sa.Connection, base_model: str, lane: Lane, limit: int, room_bytes: int
+    ) -> dict[str, int]:
+        """Requests and their turns: rounds over the owners, equal parts each round, until a limit or the end."""
         where = {"base_model": base_model, "lane": lane}
         owners = self._rotated(base_model, lane, sorted(connection.scalars(_OWNERS, where)))
         taken = dict.fromkeys(owners, 0)
@@ -218,11 +242,15 @@ class Jobs:
             share = math.ceil((limit - len(picked)) / len(owners))
             unexhausted = []
             for owner in owners[: limit - len(picked)]:
+                self._last_owner[base_model, lane] = owner
                 part = {"owner": owner, "share": min(share, limit - len(picked)), "skip": taken[owner]}
                 rows = connection.execute(_PICK, {**where, **part}).all()
-                picked.update((row.request_id, row.turn) for row in rows)
-                taken[owner] += len(rows)
-                self._last_owner[base_model, lane] = owner
+                for row in rows:
+                    picked[row.request_id] = row.turn
+                    taken[owner] += 1
+                    room_bytes -= row.size_bytes
+                    if room_bytes <= 0:
+                        return picked
                 if len(rows) == share:
                     unexhausted.append(owner)
             owners = unexhausted
@@ -233,14 +261,22 @@ class Jobs:
         start = bisect_right(owners, self._last_owner.get((base_model, lane), ""))
         return owners[start:] + owners[:start]
 
-    def complete(self, worker: str, outcomes: Mapping[str, Outcome]) -> list[str]:
+    def complete(
+        self, worker: str, outcomes: Mapping[str, Outcome], events: Mapping[str, NewEvent] = _NO_EVENTS
+    ) -> list[str]:
         """Record what became of claimed jobs, in one transaction, and give back the ids that were accepted.
 
         A job that is no longer this worker's (it was taken for dead, and its jobs went to another) is left alone.
+        `events` are for the audit trail, by job.
         """
-        return self._database.write(
-            lambda connection: self._settle(connection, outcomes, _RUNNING_HERE, worker=worker), durable=False
-        )
+
+        def write(connection: sa.Connection) -> list[str]:
+            accepted = self._settle(connection, outcomes, _RUNNING_HERE, worker=worker)
+            for request_id in events.keys() & accepted:
+                note(connection, events[request_id], self._database.now())
+            return accepted
+
+        return self._database.write(write, durable=False)
 
     def begin(self, worker: str, request_ids: Collection[str]) -> None:
         """Count a try of jobs that this worker has claimed, before they can do it any harm."""
@@ -380,7 +416,8 @@ class Jobs:
         done = {row.request_id: outcome for row in rows if isinstance(outcome := outcomes[row.request_id], Done)}
         if done:
             connection.execute(_KEEP_RESULTS, [result_values(*item) for item in done.items()])
-        spent = [row.request_id for row in rows if row.model_id is None or row.request_id not in done]
+        kept = {request_id for request_id, outcome in done.items() if outcome.is_replayed}
+        spent = [row.request_id for row in rows if row.model_id is None or row.request_id not in kept]
         if spent:
             connection.execute(_DROP_PAYLOADS, {"ids": spent})
 
@@ -397,8 +434,18 @@ class Jobs:
         )
         return self._database.all(query, _job)
 
+    def count_history(self, model_id: str, after_seq: int, before_seq: int) -> int:
+        """How many jobs `history` has between these numbers."""
+        query = (
+            sa.select(sa.func.count())
+            .select_from(jobs.join(payloads))
+            .where(jobs.c.stream == model_id, jobs.c.seq_id > after_seq, jobs.c.seq_id < before_seq)
+            .where(jobs.c.state == "done")
+        )
+        return self._database.read(lambda connection: connection.scalar(query) or 0)
+
     def forget_payloads(self, model_id: str, upto_seq: int) -> None:
-        """Training up to this number, inclusive, is in a snapshot and need not be replayed."""
+        """Training up to this number, inclusive, is in snapshots and need not be replayed."""
         over = sa.select(jobs.c.request_id).where(
             jobs.c.stream == model_id, jobs.c.seq_id <= upto_seq, jobs.c.finished.is_not(None)
         )
@@ -425,11 +472,16 @@ class Jobs:
         )
         return self._database.read(lambda connection: bool(connection.scalar(query)))
 
+    def first_missing(self, stream: str) -> int:
+        """The lowest number of a stream that has not arrived."""
+        query = sa.select(streams.c.frontier).where(streams.c.stream == stream)
+        return self._database.read(lambda connection: connection.scalar(query) or 0)
+
     def depths(self) -> list[QueueDepth]:
         """What waits and what runs, by base model and kind."""
         group = (jobs.c.base_model, jobs.c.kind, jobs.c.state)
         query = (
-            sa.select(*group, sa.func.count().label("count"))
+            sa.select(*group, sa.func.count().label("count"), sa.func.min(jobs.c.created).label("oldest"))
             .where(jobs.c.finished.is_(None))
             .group_by(*group)
             .order_by(*group)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+from collections.abc import Callable
 
 import sqlalchemy as sa
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.store.audit import note as note_event
 from tinsmith.server.store.database import Database, Row
-from tinsmith.server.store.records import ApiKey, NewKey
+from tinsmith.server.store.records import ApiKey, NewEvent, NewKey
 from tinsmith.server.store.schema import keys
 
 LOCAL_OWNER = "local"
@@ -19,17 +21,21 @@ LOCAL_OWNER = "local"
 _PREFIX = 8  # hexadecimal digits of the hash by which rows are looked up; the rest is compared in constant time
 _COLUMNS = [keys.c[name] for name in ("key_id", "owner", "name", "note", "hint", "created", "revoked")]
 
+_CHANGES = sa.select(sa.func.count() + sa.func.count(keys.c.revoked)).select_from(keys)
+
 
 class Keys:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, owner: str, name: str, note: str = "") -> NewKey:
-        """A new random key; this is the only time it is shown."""
+    def create(self, owner: str, name: str, note: str = "", *, address: str | None = None) -> NewKey:
+        """A new random key; this is the only time it is shown. `address` is where it is made from."""
         plain = f"tml-{secrets.token_urlsafe(32)}"
-        return NewKey(key=self.register(plain, name, owner=owner, note=note), plain=plain)
+        return NewKey(key=self.register(plain, name, owner=owner, note=note, address=address), plain=plain)
 
-    def register(self, plain: str, name: str, *, owner: str | None = None, note: str = "") -> ApiKey:
+    def register(
+        self, plain: str, name: str, *, owner: str | None = None, note: str = "", address: str | None = None
+    ) -> ApiKey:
         """Accept a key that was chosen elsewhere; its owner is its own unless said otherwise.
 
         A key that is known already stays as it is, even if it was revoked.
@@ -46,8 +52,12 @@ class Keys:
         }
 
         def write(connection: sa.Connection) -> ApiKey:
-            connection.execute(self._database.insert(keys).on_conflict_do_nothing(), values)
-            return _key(connection.execute(sa.select(*_COLUMNS).where(keys.c.hash == digest)).one())
+            insert = self._database.insert(keys).on_conflict_do_nothing().returning(keys.c.key_id)
+            is_new = connection.execute(insert, values).first() is not None
+            key = _key(connection.execute(sa.select(*_COLUMNS).where(keys.c.hash == digest)).one())
+            if is_new:
+                note_event(connection, _event("key_create", key, address), key.created)
+            return key
 
         return self._database.write(write)
 
@@ -58,6 +68,18 @@ class Keys:
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return next((_key(row) for row in rows if hmac.compare_digest(row.hash, digest)), None)
 
+    def changes(self) -> int:
+        """How often a key was made or revoked: as long as this stays the same, so does the answer of `verify`."""
+        return self._database.read(lambda connection: connection.scalar(_CHANGES) or 0)
+
+    def watch(self) -> Callable[[], int | None]:
+        """A quick way to ask for `changes`, from one thread at a time; `None` where it is not quick."""
+        return self._database.glance(_CHANGES)
+
+    def get(self, key_id: int) -> ApiKey | None:
+        """A key that was not revoked."""
+        return self._database.first(sa.select(*_COLUMNS).where(keys.c.key_id == key_id, keys.c.revoked.is_(None)), _key)
+
     def all(self, owner: str | None = None) -> list[ApiKey]:
         """The keys of an owner, or all, oldest first, revoked ones included."""
         query = sa.select(*_COLUMNS).order_by(keys.c.key_id)
@@ -65,10 +87,22 @@ class Keys:
             query = query.where(keys.c.owner == owner)
         return self._database.all(query, _key)
 
-    def revoke(self, key_id: int) -> bool:
+    def revoke(self, key_id: int, *, address: str | None = None) -> bool:
         """The key is refused from now on; False if there is no such key or it was revoked before."""
+        now = self._database.now()
         update = sa.update(keys).where(keys.c.key_id == key_id, keys.c.revoked.is_(None))
-        return self._database.write(lambda c: c.execute(update.values(revoked=self._database.now())).rowcount > 0)
+
+        def write(connection: sa.Connection) -> bool:
+            row = connection.execute(update.values(revoked=now).returning(*_COLUMNS)).one_or_none()
+            if row is not None:
+                note_event(connection, _event("key_revoke", _key(row), address), now)
+            return row is not None
+
+        return self._database.write(write)
+
+
+def _event(event: str, key: ApiKey, address: str | None) -> NewEvent:
+    return NewEvent(owner=key.owner, event=event, key_id=key.key_id, address=address, details={"name": key.name})
 
 
 def _hash(plain: str) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
 
 from tinsmith.server.store.database import Database, Row
-from tinsmith.server.store.records import AccessScope, Lora, Model, NewModel, Page, SnapshotChange
+from tinsmith.server.store.records import AccessScope, Lora, Model, NewModel, Page, SnapshotChange, Snapshots
 from tinsmith.server.store.schema import checkpoints, jobs, models, payloads, sessions, streams
 
 _MODELS = sa.select(
@@ -56,6 +57,12 @@ class Models:
         query = sa.select(sa.func.count()).select_from(models).where(mine)
         return self._database.read(lambda connection: connection.scalar(query) or 0)
 
+    def kept(self) -> dict[str, int]:
+        """How many models can be worked on, by base model."""
+        query = sa.select(models.c.base_model, sa.func.count().label("count"))
+        mine = query.where(models.c.trainable, models.c.removed.is_(None)).group_by(models.c.base_model)
+        return dict(self._database.all(mine, lambda row: (row.base_model, row.count)))
+
     def page(
         self, owner: str, *, limit: int, offset: int = 0, scope: AccessScope = "owned", project_id: str | None = None
     ) -> Page[Model]:
@@ -73,30 +80,43 @@ class Models:
         return self._database.read(read)
 
     def set_snapshot(self, model_id: str, seq_id: int) -> SnapshotChange:
-        """A snapshot of the model after this operation is on the disk.
+        """A snapshot of the model after this operation is on the disk; the one that was the last is now the previous.
 
         When this call is on the disk too, so are the outcomes of the operations that are in the snapshot.
         """
-        mine = models.c.model_id == model_id
 
         def write(connection: sa.Connection) -> SnapshotChange:
-            before = connection.scalar(sa.select(models.c.snapshot_seq).where(mine).with_for_update())
-            if before is not None and before >= seq_id:
-                return SnapshotChange(is_newest=before == seq_id, before=before)
-            connection.execute(sa.update(models).where(mine).values(snapshot_seq=seq_id))
-            return SnapshotChange(is_newest=True, before=before)
+            known = _locked_snapshots(connection, model_id)
+            if known is None:
+                return SnapshotChange(is_newest=False, kept=Snapshots())
+            if known.last is not None and known.last >= seq_id:
+                return SnapshotChange(is_newest=known.last == seq_id, kept=known)
+            kept = Snapshots(last=seq_id, previous=known.last)
+            _set_snapshots(connection, model_id, kept)
+            return SnapshotChange(is_newest=True, kept=kept)
 
         return self._database.write(write)
 
-    def snapshots(self) -> dict[str, int]:
-        """The number of the last operation in the snapshot of each model that has one."""
-        query = sa.select(models.c.model_id, models.c.snapshot_seq).where(models.c.snapshot_seq.is_not(None))
-        return dict(self._database.all(query, lambda row: (row.model_id, row.snapshot_seq)))
+    def forget_snapshots(self, model_id: str, damaged: Collection[int]) -> None:
+        """Snapshots after these operations cannot be read, and the model was built without them."""
 
-    def remove_idle(self, idle_since: datetime) -> dict[str, int | None]:
+        def write(connection: sa.Connection) -> None:
+            known = _locked_snapshots(connection, model_id) or Snapshots()
+            left = [seq_id for seq_id in (known.last, known.previous) if seq_id not in damaged]
+            _set_snapshots(connection, model_id, Snapshots(**dict(zip(("last", "previous"), left, strict=False))))
+
+        self._database.write(write)
+
+    def snapshots(self) -> dict[str, Snapshots]:
+        """Those of each model that has one."""
+        columns = (models.c.snapshot_seq, models.c.previous_snapshot_seq)
+        query = sa.select(models.c.model_id, *columns).where(models.c.snapshot_seq.is_not(None))
+        return dict(self._database.all(query, lambda row: (row.model_id, _snapshots(row))))
+
+    def remove_idle(self, idle_since: datetime) -> list[str]:
         """Give up some models whose sessions have ended and that nobody has worked on for long; checkpoints stay.
 
-        Gives back their ids, and the numbers of their snapshots, whose files are the caller's to remove.
+        Gives back their ids; the files of their snapshots are the caller's to remove.
         """
         ended = sa.select(sessions.c.session_id).where(
             sessions.c.session_id == models.c.session_id, sessions.c.state != "active"
@@ -109,18 +129,18 @@ class Models:
             jobs.c.stream == models.c.model_id, jobs.c.finished.is_(None), jobs.c.turn.is_not(None)
         )
         idle = (
-            sa.select(models.c.model_id, models.c.snapshot_seq)
+            sa.select(models.c.model_id)
             .where(models.c.trainable, models.c.removed.is_(None), models.c.created < idle_since)
             .where(ended.exists(), sa.not_(asked.exists()), sa.not_(in_use.exists()))
             .limit(_AT_ONCE)
         )
 
-        def write(connection: sa.Connection) -> dict[str, int | None]:
-            found = {row.model_id: row.snapshot_seq for row in connection.execute(idle)}
+        def write(connection: sa.Connection) -> list[str]:
+            found = list(connection.scalars(idle))
             if found:
                 now = self._database.now()
                 update = sa.update(models).where(models.c.model_id.in_(found))
-                connection.execute(update.values(removed=now, snapshot_seq=None))
+                connection.execute(update.values(removed=now, snapshot_seq=None, previous_snapshot_seq=None))
                 data = sa.select(jobs.c.request_id).where(jobs.c.stream.in_(found))
                 connection.execute(sa.delete(payloads).where(payloads.c.request_id.in_(data)))
                 stranded = sa.update(jobs).where(jobs.c.stream.in_(found), jobs.c.finished.is_(None))
@@ -129,10 +149,38 @@ class Models:
 
         return self._database.write(write)
 
+    def base_models(self) -> set[str]:
+        """Those that somebody has trained on."""
+        query = sa.select(models.c.base_model).distinct().where(models.c.trainable, models.c.removed.is_(None))
+        return set(self._database.all(query, lambda row: row.base_model))
+
     def mark_corrupted(self, model_id: str, reason: str) -> None:
         """The model cannot go on; its owner sees why. The first reason stands."""
         update = sa.update(models).where(models.c.model_id == model_id, models.c.corrupted.is_(None))
         self._database.write(lambda connection: connection.execute(update.values(corrupted=reason)))
+
+    def clear_corrupted(self, model_id: str) -> None:
+        """What was damaged was mended, and the model goes on."""
+        update = sa.update(models).where(models.c.model_id == model_id)
+        self._database.write(lambda connection: connection.execute(update.values(corrupted=None)))
+
+
+def _locked_snapshots(connection: sa.Connection, model_id: str) -> Snapshots | None:
+    """`None` if the model was removed."""
+    query = sa.select(models.c.snapshot_seq, models.c.previous_snapshot_seq).where(
+        models.c.model_id == model_id, models.c.removed.is_(None)
+    )
+    row = connection.execute(query.with_for_update()).first()
+    return None if row is None else _snapshots(row)
+
+
+def _set_snapshots(connection: sa.Connection, model_id: str, kept: Snapshots) -> None:
+    values = {"snapshot_seq": kept.last, "previous_snapshot_seq": kept.previous}
+    connection.execute(sa.update(models).where(models.c.model_id == model_id).values(**values))
+
+
+def _snapshots(row: Row) -> Snapshots:
+    return Snapshots(last=row.snapshot_seq, previous=row.previous_snapshot_seq)
 
 
 def insert_model(database: Database, connection: sa.Connection, model: NewModel, now: datetime) -> None:
@@ -184,6 +232,6 @@ def _model(row: Row) -> Model:
         created=row.created,
         last_request=row.last_request,
         corrupted=row.corrupted,
-        snapshot_seq=row.snapshot_seq,
+        snapshots=_snapshots(row),
         removed=row.removed,
     )

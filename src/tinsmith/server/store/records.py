@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Generic, Literal, Self, TypeAlias, TypeVar, dataclass_transform, get_args
+from typing import Any, Generic, Literal, NamedTuple, Self, TypeAlias, TypeVar, dataclass_transform, get_args
 
 import msgspec
 
@@ -57,7 +57,14 @@ class Page(Record, Generic[T]):
 # Jobs
 
 
-_SESSION_STREAMS = {"create_custom_loss": "loss", "unload_model": "unload"}
+class Heartbeat(NamedTuple):
+    """A sign of life from the client of a session, with the key that it showed."""
+
+    session_id: str
+    owner: str
+
+
+SESSION_STREAMS = {"create_custom_loss": "loss", "unload_model": "unload"}
 
 
 class NewJob(Record):
@@ -85,7 +92,7 @@ class NewJob(Record):
     @property
     def stream(self) -> str:
         """The thing whose numbers `seq_id` counts."""
-        return self.model_id or self.sampler_id or f"{self.session_id}:{_SESSION_STREAMS[self.kind]}"
+        return self.model_id or self.sampler_id or f"{self.session_id}:{SESSION_STREAMS[self.kind]}"
 
 
 class Job(Record):
@@ -121,6 +128,8 @@ class Enqueued(Record):
 class Done(Record):
     result: bytes
     content_type: str
+    is_replayed: bool = True
+    """Whether it is done once more when its model is built again, so that its data have to be kept."""
 
 
 class Failed(Record):
@@ -144,6 +153,9 @@ class Submission(Record):
 
     model: NewModel | None = None
     """The model that this job creates."""
+
+    event: NewEvent | None = None
+    """For the audit trail."""
 
 
 class Expired(Record):
@@ -201,6 +213,8 @@ class QueueDepth(Record):
     kind: JobKind
     state: Literal["queued", "running"]
     count: int
+    oldest: datetime
+    """When the first of them was submitted."""
 
 
 # Sessions
@@ -307,6 +321,14 @@ class NewModel(Record):
     trainable: bool = True
 
 
+class Snapshots(Record):
+    """Which snapshots of a model are kept, by the last operation that is in them."""
+
+    last: int | None = None
+    previous: int | None = None
+    """For when the last is damaged; without one, the operations since the model's beginning are kept."""
+
+
 class Model(Record):
     """A model in training, which is a training run."""
 
@@ -323,8 +345,7 @@ class Model(Record):
     corrupted: str | None
     """Why it cannot go on, if so."""
 
-    snapshot_seq: int | None
-    """The last operation that is in its snapshot."""
+    snapshots: Snapshots
 
     removed: datetime | None
     """Since when it is not kept any more, except for its checkpoints."""
@@ -332,10 +353,10 @@ class Model(Record):
 
 class SnapshotChange(Record):
     is_newest: bool
-    """False if a later one is known already: whoever wrote this one was replaced by another worker."""
+    """False if a later one is known already, as whoever wrote this one was replaced by another worker, or if the model
+    was removed meanwhile."""
 
-    before: int | None
-    """The last operation in the one that was known before."""
+    kept: Snapshots
 
 
 class NewSampler(Record):
@@ -472,12 +493,28 @@ class NewKey(Record):
         return f"NewKey(key={self.key!r}, plain=<secret>)"
 
 
-class AuditEvent(Record):
-    """Who did what."""
+EventOutcome: TypeAlias = Literal["accepted", "done", "refused", "failed"]
+"""Operations on models are accepted or refused when they come, and done or failed when their turn has come."""
 
-    time: datetime
+
+class NewEvent(Record):
+    """Who did what, or tried to. No secrets and no prompts in `details`."""
+
     owner: str
     event: str
-    details: dict[str, Any]
-    model_id: str | None
-    tinker_path: str | None
+    """A thing and an action, as in `checkpoint_publish`."""
+
+    outcome: EventOutcome = "done"
+    key_id: int | None = None
+    """The key that was used; in what was done to a key, that one."""
+
+    address: str | None = None
+    """Where it was done from; `None` for what the server did by itself."""
+
+    model_id: str | None = None
+    tinker_path: str | None = None
+    details: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class AuditEvent(NewEvent, kw_only=True):
+    time: datetime

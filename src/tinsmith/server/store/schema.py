@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -80,6 +80,7 @@ models = sa.Table(
     sa.Column("project_id", sa.Text),  # null for a model of a session, which is in the session's project
     sa.Column("snapshot_seq", sa.BigInteger),  # the last operation that is in the snapshot, if there is one
     sa.Column("removed", UtcTime),  # since then only its checkpoints are kept
+    sa.Column("previous_snapshot_seq", sa.BigInteger),  # that of the snapshot before, for when the last is damaged
     sa.Index("models_newest", "owner", "created", "model_id"),
 )
 
@@ -230,5 +231,9 @@ audit = sa.Table(
     sa.Column("details", sa.JSON, nullable=False),
     sa.Column("model_id", sa.Text),
     sa.Column("tinker_path", sa.Text),
+    sa.Column("outcome", sa.Text, nullable=False, server_default="done"),
+    sa.Column("key_id", sa.BigInteger),  # the key that was used, or, in what was done to a key, that one
+    sa.Column("address", sa.Text),  # where it was done from; null for what a worker or the server did by itself
     sa.Index("audit_by_time", "owner", "time"),
+    sa.Index("audit_by_age", "time"),
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from datetime import datetime
 
 import sqlalchemy as sa
 
+from tinsmith.server.store.audit import note, noted
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.models import visible
 from tinsmith.server.store.records import (
     AccessScope,
     FinishReason,
+    Heartbeat,
+    NewEvent,
     NewSession,
     Session,
     SessionCursor,
@@ -66,23 +70,37 @@ class Sessions:
         )
         return sa.or_(sessions.c.owner == reader, readable.exists())
 
-    def heartbeat(self, session_id: str, owner: str) -> SessionState | None:
-        """Note that the client lives; gives back the session's state, `None` without such a session."""
-        update = (
-            sa.update(sessions)
-            .where(sessions.c.session_id == session_id, sessions.c.owner == owner)
-            .values(heartbeat=self._database.now())
-            .returning(sessions.c.state)
+    def heartbeats(self, beats: Sequence[Heartbeat]) -> list[SessionState | None]:
+        """Note that these clients live; gives back the state of each session, `None` where there is no such session."""
+        query = sa.select(sessions.c.session_id, sessions.c.owner, sessions.c.state).where(
+            sessions.c.session_id.in_({beat.session_id for beat in beats})
         )
-        return self._database.write(lambda c: c.execute(update).scalar_one_or_none(), durable=False)
 
-    def finish(self, session_id: str, owner: str, reason: FinishReason, detail: str | None = None) -> bool:
+        def write(connection: sa.Connection) -> list[SessionState | None]:
+            states = {Heartbeat(row.session_id, row.owner): row.state for row in connection.execute(query)}
+            known = {beat.session_id for beat in beats if beat in states}
+            update = sa.update(sessions).where(sessions.c.session_id.in_(known))
+            connection.execute(update.values(heartbeat=self._database.now()))
+            return [states.get(beat) for beat in beats]
+
+        return self._database.write(write, durable=False)
+
+    def finish(
+        self,
+        session_id: str,
+        owner: str,
+        reason: FinishReason,
+        detail: str | None = None,
+        event: NewEvent | None = None,
+    ) -> bool:
         """The client says how it ended. The first end of a session stands; False if there is no such session."""
         mine = sa.and_(sessions.c.session_id == session_id, sessions.c.owner == owner)
         values = {"state": "client_finished", "finish_reason": reason, "finish_detail": detail}
 
         def write(connection: sa.Connection) -> bool:
-            connection.execute(sa.update(sessions).where(mine, _ACTIVE).values(values))
+            has_ended = connection.execute(sa.update(sessions).where(mine, _ACTIVE).values(values)).rowcount > 0
+            if event is not None and has_ended:
+                note(connection, event, self._database.now())
             return connection.scalar(sa.select(sa.literal(1)).select_from(sessions).where(mine)) is not None
 
         return self._database.write(write)
@@ -94,14 +112,24 @@ class Sessions:
             sa.update(sessions)
             .where(silent)
             .values(state="cancelled", finish_detail="Its client was not heard of any more.")
-            .returning(sessions.c.session_id)
+            .returning(sessions.c.session_id, sessions.c.owner)
         )
-        return self._database.write(lambda connection: [*connection.scalars(update)])
 
-    def set_project(self, session_id: str, owner: str, project_id: str) -> bool:
+        def write(connection: sa.Connection) -> list[str]:
+            ended = connection.execute(update).all()
+            for row in ended:
+                details = {"session_id": row.session_id, "reason": "silence"}
+                event = NewEvent(owner=row.owner, event="session_end", details=details)
+                note(connection, event, self._database.now())
+            return [row.session_id for row in ended]
+
+        return self._database.write(write)
+
+    def set_project(self, session_id: str, owner: str, project_id: str, event: NewEvent | None = None) -> bool:
         """False if there is no such session."""
         update = sa.update(sessions).where(sessions.c.session_id == session_id, sessions.c.owner == owner)
-        return self._database.write(lambda c: c.execute(update.values(project_id=project_id)).rowcount > 0)
+        move = update.values(project_id=project_id)
+        return self._database.write(noted(lambda c: c.execute(move).rowcount > 0, event, self._database.now()))
 
     def page(self, reader: str, *, limit: int, offset: int = 0, scope: AccessScope = "owned") -> list[str]:
         """The ids, newest first."""

@@ -1,0 +1,58 @@
+"""The store of a server of yours, for commands that work on it whether the server runs or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tinsmith.cli.errors import CommandFailed
+
+if TYPE_CHECKING:
+    from tinsmith.server.store import Store
+
+
+def place_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Where the server keeps its state, as `tinsmith serve` was told."""
+
+    @click.option(
+        "--state",
+        type=click.Path(path_type=Path, file_okay=False),
+        metavar="FOLDER",
+        help="As for `tinsmith serve`.",
+    )
+    @click.option("--database", default="", metavar="URL", help="As for `tinsmith serve`.")
+    @wraps(function)
+    def with_options(*arguments: Any, **options: Any) -> None:
+        function(*arguments, **options)
+
+    return with_options
+
+
+@contextmanager
+def opened_store(state: Path | None, database: str, *, may_create: bool = False) -> Iterator[Store]:
+    from tinsmith.errors import ConfigError, MissingExtraError
+
+    try:
+        from tinsmith.server.config import DATABASE_FILE
+        from tinsmith.server.store import Store, StoreUnavailableError
+    except ImportError as error:
+        raise MissingExtraError(error.name or "sqlalchemy", "server", "Looking into the state of a server") from error
+    file = (state or Path.home() / ".tinsmith").absolute() / DATABASE_FILE
+    if not database and not may_create and not file.exists():
+        raise CommandFailed(
+            f"{file.parent} is no server's state folder.", remedy="Give the --state or --database of `tinsmith serve`."
+        )
+    try:
+        store = Store(database or f"sqlite:///{file}")
+    except StoreUnavailableError as error:
+        reason = str(error.orig).strip().partition("\n")[0]
+        raise ConfigError(f"The database cannot be opened: {reason}. Check --state or --database.") from error
+    try:
+        yield store
+    finally:
+        store.close()
