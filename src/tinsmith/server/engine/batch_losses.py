@@ -1,7 +1,7 @@
 """The losses of a micro-batch whose terms depend on one target each: many examples at once, where the numbers are.
 
-Neighbours with the same loss, settings and inputs are one computation. On a GPU nothing waits for its outcome: the
-values are fetched when the whole batch is through.
+Neighbours with the same loss, settings and inputs are one computation. On a GPU nothing waits for its outcome: it is
+fetched when the whole batch is through.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from tinsmith.server.engine.batch import Example
 from tinsmith.server.engine.custom_graph import CustomLoss
 from tinsmith.server.engine.losses import Config, Inputs, Loss, terms_and_gradient
-from tinsmith.server.engine.transfer import upload
+from tinsmith.server.engine.transfer import download, upload
 
 PlacedExample = tuple[int, int, Example]
 
@@ -57,11 +57,14 @@ class BatchLosses:
         self._is_finite[start:end] = gradient.isfinite().all(dim=1)
         return gradient
 
+    def fetch(self) -> None:
+        """To be called when all gradients were asked for; the values are there after `wait_for` the device."""
+        self._terms, self._is_finite = download(self._terms), download(self._is_finite)
+
     def values(self, placed: Iterable[PlacedExample]) -> Iterator[tuple[Example, float, bool]]:
         """The loss of each example, and whether its gradient is finite."""
-        terms, is_finite = self._terms.cpu(), self._is_finite.cpu()
         for start, end, example in placed:
-            yield example, float(terms[start:end].sum()), bool(is_finite[start:end].all())
+            yield example, float(self._terms[start:end].sum()), bool(self._is_finite[start:end].all())
 
 
 def _kind(placed: PlacedExample) -> tuple[object, ...]:

@@ -27,6 +27,7 @@ from tinsmith.server.engine.generate import Generator
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.optim import adamw_step
 from tinsmith.server.engine.train import BadExampleError, RowOutput, run_micro_batch
+from tinsmith.server.engine.transfer import download, wait_for
 from tinsmith.server.engine.weights import end_of_text, load_model
 from tinsmith.types import AdamParams
 
@@ -39,7 +40,7 @@ _MIN_TOKENS = 256
 _WORTH_A_THREAD = 2**17
 _USEFUL_KV_TOKENS = 2**20
 # The rest is for adapters, for what allocators waste and, on a CPU, for other processes.
-_SHARE_FOR_TRAINING = 0.25
+_SHARE_FOR_TRAINING = {"cuda": 0.4, "cpu": 0.25}
 _SHARE_FOR_SAMPLING = {"cuda": 0.4, "cpu": 0.1}
 
 
@@ -126,8 +127,8 @@ class Engine:
         outputs: dict[int, RowOutput] = {}
         while examples:
             try:
-                outputs = self._run(examples)
-                overflowed = _overflowed(examples)
+                outputs, norms = self._run(examples)
+                overflowed = [example for example in examples if not math.isfinite(norms.get(id(example.adapter), 0))]
                 if not overflowed:
                     break
                 before.restore()
@@ -161,7 +162,8 @@ class Engine:
         errors = _for_whole_jobs(rows, errors)
         return [example for example in examples if example.index not in errors], errors
 
-    def _run(self, examples: Sequence[Example]) -> dict[int, RowOutput]:
+    def _run(self, examples: Sequence[Example]) -> tuple[dict[int, RowOutput], dict[int, Tensor]]:
+        """The outputs by the index of their row, and the gradients' norms by the id of their adapter."""
         passes = []
         for batch in pack(examples, self.train_token_budget):
             # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
@@ -171,7 +173,9 @@ class Engine:
             self._num_batches += 1
             self._num_rows += len(batch.examples)
             self._num_tokens += batch.num_tokens
-        return {index: output for each in passes for index, output in each.outputs().items()}
+        norms = _gradient_norms(examples)
+        wait_for(self.model.device)
+        return {index: output for each in passes for index, output in each.outputs().items()}, norms
 
     def _could_halve_token_budget(self) -> bool:
         if self.train_token_budget <= _MIN_TOKENS:
@@ -199,16 +203,14 @@ class _Gradients:
                 adapter.gradient.copy_(gradient)
 
 
-def _overflowed(examples: Sequence[Example]) -> list[Example]:
-    """Those whose adapter has a gradient now whose norm no optimizer step can use.
+def _gradient_norms(examples: Sequence[Example]) -> dict[int, Tensor]:
+    """By the id of the adapter, if it has a gradient now; there after `wait_for` the device.
 
-    Refused here, the failure belongs to the data that caused it, and a model rebuilt from what was done is the same.
+    No optimizer step can use one that is not finite. Refused here, the failure belongs to the data that caused it, and
+    a model rebuilt from what was done is the same.
     """
-    finite: dict[int, bool] = {}
-    for example in examples:
-        if example.backward and id(example.adapter) not in finite:
-            finite[id(example.adapter)] = math.isfinite(example.adapter.gradient.norm())
-    return [example for example in examples if not finite.get(id(example.adapter), True)]
+    trained = {id(example.adapter): example.adapter for example in examples if example.backward}
+    return {key: download(adapter.gradient.norm()) for key, adapter in trained.items()}
 
 
 def _not_finite() -> InvalidInputError:
@@ -260,7 +262,7 @@ def choose_threads(model: Transformer) -> None:
 
 def automatic_token_budget(model: Transformer) -> int:
     """How many tokens to train on at once: as many as are useful, within a share of the free memory."""
-    share = _SHARE_FOR_TRAINING * _free_memory(model.device)
+    share = _SHARE_FOR_TRAINING.get(model.device.type, 0.25) * free_memory(model.device)
     affordable = int(share / _activation_bytes_per_token(model))
     return max(_MIN_TOKENS, min(affordable, _USEFUL_TOKENS.get(model.device.type, 1024)))
 
@@ -269,11 +271,11 @@ def automatic_kv_tokens(model: Transformer) -> int:
     """How many tokens the sampler may keep: one whole context at least, beyond it what a share of memory holds."""
     shape = model.shape
     per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.compute_dtype.itemsize
-    affordable = int(_SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * _free_memory(model.device) / per_token)
+    affordable = int(_SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * free_memory(model.device) / per_token)
     return max(shape.max_context, min(affordable, _USEFUL_KV_TOKENS))
 
 
-def _free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
@@ -281,10 +283,14 @@ def _free_memory(device: torch.device) -> int:
 
 
 def _activation_bytes_per_token(model: Transformer) -> int:
-    """What the layers keep for the backward pass: two float32 residuals, the inputs of all products, attention."""
+    """What the layers keep for the backward pass: two float32 residuals, the inputs of all products, attention.
+
+    Of the heads as they come, turned, and attended; of the inner layer gate and up and, on a CPU, the activation.
+    """
     shape = model.shape
-    width_of_heads = shape.head_dim * (2 * shape.num_heads + 2 * shape.num_kv_heads)
-    products = 2 * shape.hidden_size + 3 * shape.intermediate_size + width_of_heads
+    width_of_heads = 3 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
+    num_inner = 2 if model.device.type == "cuda" else 3
+    products = 2 * shape.hidden_size + num_inner * shape.intermediate_size + width_of_heads
     per_layer = 8 * shape.hidden_size + model.compute_dtype.itemsize * products
     size: int = shape.num_layers * per_layer
     return size

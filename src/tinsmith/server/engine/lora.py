@@ -187,7 +187,7 @@ def linear(x: Tensor, matrix: Matrix, lora: AnyRows | None, name: str) -> Tensor
     at = [] if lora is None else lora.at(name)
     is_live = bool(at) and at[0][2].grad_a is not None
     if torch.is_grad_enabled() and (is_live or x.requires_grad):
-        recorded: Tensor = _LoraLinear.apply(x, RECORDED, matrix, lora.additions(name, x) if lora else None)
+        recorded: Tensor = _LoraLinear.apply(x, RECORDED, matrix, lora, name)
         return recorded
     y = matrix.product(x)
     if lora is None or not at:
@@ -282,20 +282,22 @@ class _LoraLinear(torch.autograd.Function):  # type: ignore[misc]
     """`linear` with its backward pass written out: W needs no gradient, and those of A and B go to their buffers."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, anchor: Tensor, matrix: Matrix, additions: Additions | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, matrix: Matrix, lora: LoraRows | None, name: str) -> Tensor:
         y = matrix.product(x)
+        # After the product, which keeps a GPU busy meanwhile.
+        additions = lora.additions(name, x) if lora else None
         ctx.save_for_backward(*([x, *additions.add(y, x)] if additions else ()))
         ctx.matrix = matrix
         ctx.additions = additions
         return y
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, None, None, None]:
         dx = ctx.matrix.gradient(dy) if ctx.needs_input_grad[0] else None
         if ctx.additions:
             x, *inner = ctx.saved_tensors
             ctx.additions.add_gradients(x, inner, dy, dx)
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 def add_gradients(site: Site, x: Tensor, xa: Tensor, dy: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tinsmith.server.engine.custom_graph import CustomLoss
 from tinsmith.server.engine.head import Gradient, score
 from tinsmith.server.engine.losses import terms_and_gradient
 from tinsmith.server.engine.model import Transformer
-from tinsmith.server.engine.transfer import upload
+from tinsmith.server.engine.transfer import download, upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,23 +45,23 @@ class BadExampleError(Exception):
 
 
 def run_micro_batch(model: Transformer, batch: MicroBatch, *, recompute: bool) -> Pass:
-    """Start a pass: gradients are added to the adapters' buffers, and `outputs` says what came of it."""
+    """Start a pass: gradients are added to the adapters' buffers, and `outputs` says what came of it.
+
+    They may be asked for after `wait_for` the device.
+    """
     started = Pass(model, batch)
     started.run(recompute)
     return started
 
 
 class Pass:
-    """One micro-batch; on a GPU the host does not wait for it before the outputs are asked for."""
+    """One micro-batch; on a GPU the host goes on while it is computed."""
 
     def __init__(self, model: Transformer, batch: MicroBatch) -> None:
         self.model = model
         self.batch = batch
         self.lora = batch.lora
         self.placed = list(batch.placed())
-        self.targets = upload(batch.targets(), model.device)
-        self.logprobs = torch.empty(self.targets.shape, dtype=torch.float32, device=model.device)
-        self.losses = BatchLosses(self._placed(needs_whole_datum=False), self.targets.shape, model.device)
         self.values: dict[int, float] = {}
         self.metrics: dict[int, dict[str, float]] = {}
 
@@ -69,17 +69,27 @@ class Pass:
         tokens, positions = (upload(part, self.model.device) for part in (self.batch.tokens(), self.batch.positions()))
         with torch.set_grad_enabled(self.batch.backward):
             hidden = self.model.hidden(tokens, positions, self.batch.attend, self.lora, recompute=recompute)
+        self._prepare_head()
         with torch.no_grad():
             dhidden = self._through_head(hidden.detach())
         # Without adapters below the head there is no way back to go.
         if hidden.requires_grad:
             hidden.backward(dhidden)
+        self.logprobs = download(self.logprobs)
+        self.losses.fetch()
+
+    def _prepare_head(self) -> None:
+        """Not before the layers were asked for: a GPU is busy with them meanwhile."""
+        device = self.model.device
+        self.targets = upload(self.batch.targets(), device)
+        self.logprobs = torch.empty(self.targets.shape, dtype=torch.float32, device=device)
+        self.losses = BatchLosses(self._placed(needs_whole_datum=False), self.targets.shape, device)
 
     def outputs(self) -> dict[int, RowOutput]:
         """By the index of the row."""
         for example, value, is_finite in self.losses.values(self._placed(needs_whole_datum=False)):
             self._note(example, value, is_finite)
-        return dict(self._outputs(self.logprobs.cpu()))
+        return dict(self._outputs())
 
     def _through_head(self, hidden: Tensor) -> Tensor:
         """The gradient of the hidden states, if there is a way back; the log-probabilities are noted on the way."""
@@ -136,9 +146,9 @@ class Pass:
             raise BadExampleError(example, _not_finite(value))
         self.values[example.index] = value
 
-    def _outputs(self, logprobs: Tensor) -> Iterator[tuple[int, RowOutput]]:
+    def _outputs(self) -> Iterator[tuple[int, RowOutput]]:
         for start, end, example in self.placed:
-            own = logprobs[start:end, : example.targets.shape[1]].reshape(example.target_shape)
+            own = self.logprobs[start:end, : example.targets.shape[1]].reshape(example.target_shape)
             index = example.index
             yield index, RowOutput(own.numpy().copy(), self.values[index], self.metrics.get(index, {}))
 

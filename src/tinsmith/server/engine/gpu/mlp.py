@@ -22,7 +22,6 @@ from tinsmith.server.engine.gpu.lora import FIELDS, GroupedSite, address_of
 from tinsmith.server.engine.products import Matrix
 
 
-
 @dataclass(frozen=True)
 class _Tile:
     """The adapters' matrices are read anew for each; so ranks above 32 make it narrower, and they fit."""

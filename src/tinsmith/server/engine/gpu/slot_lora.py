@@ -34,8 +34,8 @@ _COLUMNS = 1 + _MAX_PARTS  # addresses of A and of the B of each part
 _INPUTS_AT_ONCE = 128
 _OUTPUTS_AT_ONCE = 128
 _GATED_AT_ONCE = 128
-# One for every multiprocessor of a large GPU.
-_ENOUGH_PROGRAMS = 132
+# One or two for every multiprocessor of a large GPU.
+_ENOUGH_PROGRAMS = 256
 
 
 class AdapterSlots:
