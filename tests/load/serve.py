@@ -21,7 +21,8 @@ _SERVE = server.serve
 
 def _serve_briefly(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
     seconds = int(os.environ["KEEP_SECONDS"])
-    brief = msgspec.structs.replace(config, result_ttl_seconds=seconds, idle_seconds=seconds, kv_tokens=KV_TOKENS)
+    kept = {"result_ttl_seconds": seconds, "idle_seconds": seconds, "audit_days": 0}
+    brief = msgspec.structs.replace(config, kv_tokens=KV_TOKENS, **kept)
     _SERVE(brief, on_ready)
 
 

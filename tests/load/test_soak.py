@@ -45,7 +45,7 @@ def test_everything_of_ours_that_is_measured_has_a_bound() -> None:
     names = ["API: memory", "worker: threads", "client tinsmith: tasks", "state: rows of jobs", "state: database"]
     assert all(bound_of(name) is not None for name in names)
     assert bound_of("client tinker: memory") is None
-    assert bound_of("state: rows of audit") is None
+    assert bound_of("state: rows of keys") is None
     with pytest.raises(KeyError):
         bound_of("API: something new")
 

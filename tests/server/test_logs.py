@@ -37,7 +37,9 @@ def as_json(act: Callable[[], None], **constants: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("text", [NASTY, FORGED, "%s %d", "\n" * 1_000_000])
+@pytest.mark.parametrize(
+    "text", [NASTY, FORGED, "%s %d", "\n" * 1_000_000], ids=["nasty", "forged", "percent", "very long"]
+)
 def test_no_text_from_outside_makes_a_second_line(written: Written, text: str) -> None:
     with logs.one_request():
         logs.about(model_id=text, owner=text)

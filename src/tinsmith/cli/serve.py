@@ -106,6 +106,11 @@ from tinsmith.cli.output import emit
     help="The precision of the base models.",
 )
 @click.option(
+    "--deterministic",
+    is_flag=True,
+    help="On a GPU: a result is the same to the last bit in any batch, in training and sampling alike; slower.",
+)
+@click.option(
     "--log-format",
     type=click.Choice(["text", "json"]),
     default="text",
@@ -145,6 +150,7 @@ def command(
     max_open_requests: int,
     device: str,
     dtype: str,
+    deterministic: bool,
     log_format: str,
     log_level: str,
     audit_days: int,
@@ -178,6 +184,7 @@ def command(
         max_open_requests=max_open_requests,
         device=device,  # type: ignore[arg-type]
         dtype=dtype,  # type: ignore[arg-type]
+        deterministic=deterministic,
         log_format=log_format,  # type: ignore[arg-type]
         log_level=log_level,  # type: ignore[arg-type]
         audit_days=audit_days,

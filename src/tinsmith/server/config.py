@@ -43,6 +43,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     device: Device = "auto"
     dtype: Dtype = "auto"
+    deterministic: bool = False
 
     max_context: int | None = None
     """Tokens of one sequence; `None` means as many as the model was made for."""

@@ -16,6 +16,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     device: str = "auto"
     dtype: str = "auto"
+    deterministic: bool = False
     kv_tokens: int | None = None
     train_token_budget: int | None = None
     stall_seconds: float = 3600

@@ -88,6 +88,7 @@ def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
         state=str(config.state),
         device=config.device,
         dtype=config.dtype,
+        deterministic=config.deterministic,
         kv_tokens=config.kv_tokens,
         train_token_budget=config.train_token_budget,
         stall_seconds=config.stall_seconds,

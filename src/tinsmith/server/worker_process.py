@@ -119,6 +119,7 @@ def _opened_engine(settings: WorkerSettings) -> Engine:
             dtype=settings.dtype,
             train_token_budget=settings.train_token_budget,
             kv_tokens=settings.kv_tokens,
+            deterministic=settings.deterministic,
         )
         choose_threads(engine.model)
         try_engine(engine)

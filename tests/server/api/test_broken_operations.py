@@ -99,22 +99,22 @@ def test_an_operation_says_which_number_it_waits_for(small: RunningServer) -> No
     assert small.result(later, key=ANNA)["metrics"]
 
 
-@pytest.mark.parametrize(
-    ("beginning", "meant"),
-    [
-        (body("s:train:0", 1), ("s:train:0", 1)),
-        (body("ä" * 100, 2**31 - 1)[:211], ("ä" * 100, 2**31 - 1)),
-        (b"", None),
-        (b"\x0a", None),
-        (b"\x0a\x05abc", None),
-        (b"\x0a\x01\xff\x10\x01", None),
-        (b"\x0a\x01a\x10\x00", None),
-        (b"\x0a\x01a\x10" + b"\xff" * 20, None),
-        (b"\x0a" + b"\xff" * 20, None),
-        (b"\x0a\x01a\x18\x01", None),
-        (json.dumps({"model_id": "s", "seq_id": 1}).encode(), None),
-    ],
-)
+BEGINNINGS: list[tuple[bytes, tuple[str, int] | None]] = [
+    (body("s:train:0", 1), ("s:train:0", 1)),
+    (body("ä" * 100, 2**31 - 1)[:211], ("ä" * 100, 2**31 - 1)),
+    (b"", None),
+    (b"\x0a", None),
+    (b"\x0a\x05abc", None),
+    (b"\x0a\x01\xff\x10\x01", None),
+    (b"\x0a\x01a\x10\x00", None),
+    (b"\x0a\x01a\x10" + b"\xff" * 20, None),
+    (b"\x0a" + b"\xff" * 20, None),
+    (b"\x0a\x01a\x18\x01", None),
+    (json.dumps({"model_id": "s", "seq_id": 1}).encode(), None),
+]
+
+
+@pytest.mark.parametrize(("beginning", "meant"), BEGINNINGS, ids=map(str, range(len(BEGINNINGS))))
 def test_the_first_bytes_tell_which_operation_was_meant(beginning: bytes, meant: tuple[str, int] | None) -> None:
     assert meant_by(beginning) == meant
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.server.engine.kv_cache import KvPool
+from tinsmith.server.engine.lora import linear
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.paged_attention import CALL_COST_TOKENS, PagedDecode
-from tinsmith.server.engine.running import Batch, Outcome
+from tinsmith.server.engine.running import Batch, DrawnRows, Outcome
 
 
 class PlainDecoder:
@@ -36,7 +37,10 @@ class PlainDecoder:
         tokens = np.array([row.tokens[-1] for row in batch.rows])
         attend = PagedDecode(self.pool, self._tensor(slots), runs)
         hidden = self.model.hidden(self._tensor(tokens), self._tensor(positions), attend, batch.lora)
-        return Outcome(batch, batch.draw(self.model.logits(hidden, batch.lora)))
+        return Outcome(batch, self.draw(batch, linear(hidden, self.model.head, batch.lora, "lm_head")))
+
+    def draw(self, batch: Batch, logits: Tensor) -> DrawnRows:
+        return batch.draw(logits.float())
 
     def _tensor(self, array: npt.NDArray[np.integer[npt.NBitBase]]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.model.device)

@@ -26,6 +26,7 @@ from tinsmith.server.engine.batch import Example, TrainRow, check_row, pack
 from tinsmith.server.engine.generate import Generator
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.optim import adamw_step
+from tinsmith.server.engine.steps import has_kernels
 from tinsmith.server.engine.train import BadExampleError, RowOutput, run_micro_batch
 from tinsmith.server.engine.transfer import download, wait_for
 from tinsmith.server.engine.weights import end_of_text, load_model
@@ -85,9 +86,12 @@ class Engine:
         dtype: str = "auto",
         train_token_budget: int | None = None,
         kv_tokens: int | None = None,
+        deterministic: bool = False,
     ) -> Engine:
         place = choose_device(device)
-        model = load_model(Path(folder), place, choose_dtype(dtype, place))
+        model = load_model(Path(folder), place, choose_dtype(dtype, place), deterministic=deterministic)
+        if deterministic:
+            check_deterministic(model)
         return cls(model, train_token_budget, kv_tokens, end_of_text(Path(folder)))
 
     @cached_property
@@ -250,6 +254,21 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in dtypes:
         raise ConfigError(f"dtype is {name!r}; use 'auto', 'float32' or 'bfloat16'.")
     return dtypes[name]
+
+
+def check_deterministic(model: Transformer) -> None:
+    """Refuse where training's attention would not be our own kernel, which is the one that has a fixed order."""
+    is_suited = model.device.type == "cuda" and has_kernels() and model.compute_dtype == torch.bfloat16
+    if is_suited:
+        from tinsmith.server.engine.gpu import attention
+
+        is_suited = attention.is_suited(torch.empty(0, 1, model.shape.head_dim, device=model.device))
+    if not is_suited:
+        raise ConfigError(
+            "The deterministic mode needs an NVIDIA GPU of the Hopper generation (H100, H200), Triton, bfloat16 and a "
+            f"model with heads of 64 or 128; here are {model.device.type}, {model.compute_dtype} and heads of "
+            f"{model.shape.head_dim}. Leave --deterministic out."
+        )
 
 
 def choose_threads(model: Transformer) -> None:

@@ -28,7 +28,7 @@ from tinsmith.errors import InvalidInputError, TinkerError
 from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.engine.decode import PlainDecoder
 from tinsmith.server.engine.kv_cache import Blocks, BlockTable, Ints, KvPool, prefix_keys
-from tinsmith.server.engine.lora import LoraRows
+from tinsmith.server.engine.lora import LoraRows, linear
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.paged_attention import prefill_attention
 from tinsmith.server.engine.prompt_scores import PromptScores
@@ -318,7 +318,7 @@ class Generator:
         hidden = self.model.hidden(
             self._tensor(np.concatenate([request.prompt[start:end] for request, start, end in pieces])),
             self._tensor(np.concatenate([np.arange(start, end) for _, start, end in pieces])),
-            prefill_attention(self.pool, np.concatenate(slots), past),
+            prefill_attention(self.pool, np.concatenate(slots), past, deterministic=self.model.deterministic),
             lora,
         )
         states = hidden.split([end - start for _, start, end in pieces])
@@ -361,8 +361,8 @@ class Generator:
         if not rows:
             return batch, DrawnRows([], [], [])
         lora = LoraRows(segments_of((1, request.adapter) for request in requests))
-        logits = self.model.logits(torch.stack(states), lora)
-        return batch, batch.draw(logits[torch.tensor(rows, device=logits.device)])
+        logits = linear(torch.stack(states), self.model.head, lora, "lm_head")
+        return batch, self._decoder.draw(batch, logits[torch.tensor(rows, device=logits.device)])
 
     def _finish_prefill(self, requests: list[Request], batch: Batch, drawn: DrawnRows) -> None:
         """Take the first tokens; the samples that go on wait for room, and the prompt can be found by others."""
@@ -470,6 +470,10 @@ class Generator:
 
 def _decoder_for(model: Transformer, pool: KvPool, blocks: Blocks) -> Decoder:
     """The pool has one block more than those that are handed out."""
+    if model.deterministic:
+        from tinsmith.server.engine.gpu.fixed import FixedDecoder
+
+        return FixedDecoder(model, pool)
     if model.device.type == "cuda" and find_spec("triton"):
         from tinsmith.server.engine.gpu.decoder import DeviceDecoder
 

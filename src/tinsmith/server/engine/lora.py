@@ -192,7 +192,9 @@ def linear(x: Tensor, matrix: Matrix, lora: AnyRows | None, name: str) -> Tensor
     y = matrix.product(x)
     if lora is None or not at:
         return y
-    if not is_live and _is_alone(x, at):
+    if (grouped := lora.grouped(name, x)) is not None:
+        grouped.add(y, x)
+    elif not is_live and _is_alone(x, at):
         y += at[0][2].packed.product(x)
     # Frozen adapters were found finite. In one product a NaN of a live one would spread: zero times NaN is NaN.
     elif not is_live and _is_small(x, at):

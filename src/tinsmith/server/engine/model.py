@@ -25,10 +25,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tinsmith.errors import ConfigError
-from tinsmith.server.engine.lora import AnyRows, LoraRows, linear
+from tinsmith.server.engine.heads import heads
+from tinsmith.server.engine.lora import AnyRows, linear
 from tinsmith.server.engine.mlp import mlp
 from tinsmith.server.engine.products import Matrix
-from tinsmith.server.engine.steps import Turn, add_norm, turn_heads
+from tinsmith.server.engine.steps import Turn, add_norm
 
 FAMILIES = ("llama", "qwen2", "qwen3", "smollm3")
 _DEFAULT_THETA = {"smollm3": 2000000.0}
@@ -214,6 +215,8 @@ class Transformer:
     layers: Sequence[Layer]
     final_norm: Tensor
     head: Matrix  # [vocab, hidden]; the embedding if tied
+    deterministic: bool = False
+    """Whether a row's result is the same to the last bit in any batch, and in training and sampling alike."""
 
     @property
     def device(self) -> torch.device:
@@ -267,7 +270,7 @@ class Transformer:
         layer = self.layers[index]
         x, normed = self._add_norm(x, delta, layer.input_norm)
         x, normed = self._add_norm(x, self._attention(index, normed, turn, attend, lora), layer.mlp_norm)
-        return x, mlp(normed, layer.gate_up, layer.down, lora, f"layers.{index}")
+        return x, mlp(normed, layer.gate_up, layer.down, lora, f"layers.{index}", fused=not self.deterministic)
 
     def _attention(self, index: int, x: Tensor, turn: Turn, attend: Attend, lora: AnyRows | None) -> Tensor:
         q, k, v = self._heads(index, x, turn, lora)
@@ -275,9 +278,7 @@ class Transformer:
         return linear(attended, self.layers[index].output, lora, f"layers.{index}.o_proj")
 
     def _heads(self, index: int, x: Tensor, turn: Turn, lora: AnyRows | None) -> tuple[Tensor, Tensor, Tensor]:
-        layer, shape, name = self.layers[index], self.shape, f"layers.{index}.qkv_proj"
+        layer, shape = self.layers[index], self.shape
         own_turn = None if index in shape.no_rope_layers else turn
         how = shape.num_heads, shape.num_kv_heads, layer.qk_norm, self._eps, own_turn
-        if lora is None or isinstance(lora, LoraRows):
-            return turn_heads(linear(x, layer.qkv, lora, name).view(x.shape[0], -1, shape.head_dim), *how)
-        return lora.turned_heads(x, layer.qkv, name, *how)
+        return heads(x, layer.qkv, lora, f"layers.{index}", *how, fused=not self.deterministic)

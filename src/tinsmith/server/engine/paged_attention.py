@@ -184,8 +184,12 @@ Piece: TypeAlias = tuple[int, Sequence[Run]]
 """How many tokens of a prompt are computed now, and where those before them lie."""
 
 
-def prefill_attention(pool: KvPool, slots: Ints, pieces: Sequence[Piece]) -> Attend:
+def prefill_attention(pool: KvPool, slots: Ints, pieces: Sequence[Piece], *, deterministic: bool = False) -> Attend:
     """For pieces of prompts, packed one after another, whose keys and values go to these slots."""
+    if deterministic:
+        from tinsmith.server.engine.gpu.fixed import FixedAttention
+
+        return FixedAttention(pool, slots, pieces)
     if pool.storage.is_cuda and pool.storage.dtype == torch.bfloat16:
         return GatheredPrefill(pool, slots, pieces)
     return PagedPrefill(pool, torch.from_numpy(slots).to(pool.storage.device), pieces)

@@ -193,6 +193,9 @@ class Decoder(Protocol):
     def step(self, batch: Batch) -> Outcome | None:
         """Run a step, if the batch has rows; returns the outcome of this step or, if it runs on, of the one before."""
 
+    def draw(self, batch: Batch, logits: Tensor) -> DrawnRows:
+        """The first tokens of samples, from logits [rows, vocabulary] in the dtype of the products."""
+
 
 def segments_of(rows: Iterable[tuple[int, FrozenAdapter | None]]) -> list[Segment]:
     """Counts of rows with their adapter -> stretches of rows, neighbours of one adapter joined."""

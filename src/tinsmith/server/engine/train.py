@@ -57,6 +57,10 @@ def run_micro_batch(model: Transformer, batch: MicroBatch, *, recompute: bool) -
 class Pass:
     """One micro-batch; on a GPU the host goes on while it is computed."""
 
+    targets: Tensor
+    logprobs: Tensor
+    losses: BatchLosses
+
     def __init__(self, model: Transformer, batch: MicroBatch) -> None:
         self.model = model
         self.batch = batch

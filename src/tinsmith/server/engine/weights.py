@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,23 @@ from tinsmith.server.engine.model import Layer, ModelShape, Transformer
 from tinsmith.server.engine.products import Matrix
 
 
-def load_model(folder: Path, device: torch.device | str, compute_dtype: torch.dtype) -> Transformer:
+def load_model(
+    folder: Path, device: torch.device | str, compute_dtype: torch.dtype, *, deterministic: bool = False
+) -> Transformer:
     """Read a model folder; matrices that share their input are laid together, so that one product computes them."""
     shape = ModelShape.from_config(read_config(folder))
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), compute_dtype)
+        matrix = partial(Matrix, deterministic=deterministic)
         embedding = tensors.matrix("model.embed_tokens.weight")
         tied = shape.tie_embeddings or "lm_head.weight" not in tensors
         return Transformer(
             shape=shape,
             embedding=embedding,
-            layers=[_layer(tensors, shape, f"model.layers.{index}.") for index in range(shape.num_layers)],
+            layers=[_layer(tensors, shape, f"model.layers.{index}.", matrix) for index in range(shape.num_layers)],
             final_norm=tensors.vector("model.norm.weight"),
-            head=Matrix(embedding if tied else tensors.matrix("lm_head.weight")),
+            head=matrix(embedding if tied else tensors.matrix("lm_head.weight")),
+            deterministic=deterministic,
         )
 
 
@@ -106,10 +111,10 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         )
 
 
-def _layer(tensors: _Tensors, shape: ModelShape, prefix: str) -> Layer:
+def _layer(tensors: _Tensors, shape: ModelShape, prefix: str, make: Callable[..., Matrix]) -> Layer:
     def matrix(has_bias: bool, *modules: str) -> Matrix:
         weight = tensors.matrix(*(f"{prefix}{module}.weight" for module in modules))
-        return Matrix(weight, tensors.bias(*(f"{prefix}{module}.bias" for module in modules)) if has_bias else None)
+        return make(weight, tensors.bias(*(f"{prefix}{module}.bias" for module in modules)) if has_bias else None)
 
     qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     gate_up = ("mlp.gate_proj", "mlp.up_proj")

@@ -7,18 +7,28 @@ import torch
 
 from tests.server.engine.gpu.adapters import DTYPE, exact, gradients, grouped, looped, site
 from tests.server.engine.gpu.devices import assert_near, normal
+from tinsmith.server.engine.gpu import lora
 
 CASES = {
     "one adapter": ([(0, 70)], [16], 48, [40]),
     "three parts": ([(0, 20)], [8], 64, [130, 16, 16]),
     "ranks apart, a row alone, rows of the base model": ([(0, 33), (33, 34), (40, 75)], [32, 4, 20], 136, [24, 150]),
+    "ranks too large for one program": ([(0, 5), (5, 9)], [140, 70], 24, [20, 16, 16]),
     "many rows of one adapter": ([(0, 300), (300, 310)], [4, 4], 16, [16]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_adapters_add_and_the_way_back(case: str) -> None:
-    segments, ranks, width, outs = CASES[case]
+    assert_same_as_looped(*CASES[case])
+
+
+def test_columns_summed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "_WORTH_A_SPLIT", 1)
+    assert_same_as_looped([(0, 3), (3, 8)], [4, 8], 16, [400, 130])
+
+
+def assert_same_as_looped(segments: list[tuple[int, int]], ranks: list[int], width: int, outs: list[int]) -> None:
     sites = [site(rank, width, outs) for rank in ranks]
     plain = [exact(each) for each in sites]
     num_rows, out = segments[-1][1] + 3, sum(outs)
@@ -35,10 +45,8 @@ def test_what_adapters_add_and_the_way_back(case: str) -> None:
 
 
 def test_a_layer_none_adapts() -> None:
-    from tinsmith.server.engine.gpu.lora import AddressBook
-
     adapter = {"layer": site(4, 16, [16])}
-    book = AddressBook([adapter], torch.device(adapter["layer"].a.device))
+    book = lora.AddressBook([adapter], torch.device(adapter["layer"].a.device))
     assert book.grouped("another", [(0, 3, adapter)]) is None
 
 

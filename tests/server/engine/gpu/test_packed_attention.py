@@ -87,3 +87,10 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
         assert mine.grad is not None
         assert ours.grad is not None
         assert torch.equal(mine.grad, ours.grad[40:77])
+
+
+def test_blocks_that_do_not_end_where_a_tile_begins_are_refused() -> None:
+    q = normal(8, 1, 16)
+    tiles = attention.Tiles([8], q.device).cut(16, later_first=True)
+    with pytest.raises(AssertionError):
+        attention.forward(q, q, q, tiles, Shape(16, 32, 4, 2))

@@ -21,7 +21,7 @@ from torch import Tensor
 from tinsmith.server.engine.gpu import draw as drawing
 from tinsmith.server.engine.gpu.paged_decode import DeviceTables
 from tinsmith.server.engine.gpu.slot_lora import AdapterSlots, SlotLora, tiles_of
-from tinsmith.server.engine.kv_cache import KvPool
+from tinsmith.server.engine.kv_cache import Ints, KvPool
 from tinsmith.server.engine.lora import linear
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.running import Batch, DrawnRows, Outcome, Sample, TopkRow
@@ -63,7 +63,7 @@ class DeviceDecoder:
         device = model.device
         num_blocks = -(-model.shape.max_context // block_size) + 1
         self._state = torch.zeros(MAX_ROWS, 8, dtype=torch.int64, device=device)
-        self._rows = drawing.DrawRows(self._state[:, :6], self._state.view(torch.float64)[:, 6:])
+        self._rows = drawing.DrawRows.of(self._state)
         self._tables = torch.full((MAX_ROWS, num_blocks), spare_block, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(MAX_ROWS, 2, dtype=torch.float64, device=device)
         self._slots = AdapterSlots(model.shape, MAX_ROWS, device)
@@ -104,6 +104,9 @@ class DeviceDecoder:
             event.record()
         return _Launched(batch, drawn, topk, event)
 
+    def draw(self, batch: Batch, logits: Tensor) -> DrawnRows:
+        return batch.draw(logits.float())
+
     # --- rows ---
 
     def _arrange(self, batch: Batch) -> None:
@@ -123,19 +126,13 @@ class DeviceDecoder:
         self._batch = batch
 
     def _write(self, places: np.ndarray, rows: Sequence[Sample]) -> None:
-        device, vocab_size = self.model.device, self.model.shape.vocab_size
-        state = np.zeros((len(rows), 8), np.int64)
+        device = self.model.device
         blocks = [row.table.blocks for row in rows if row.table is not None]
         tables = np.full((len(rows), max(map(len, blocks))), self.spare_block, np.int32)
-        for index, row in enumerate(rows):
-            params = row.request.work.params
-            seed = int(np.uint64(row.request.seed).view(np.int64))
-            top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
-            state[index, :6] = row.tokens[-1], row.num_cached, seed, row.index, len(row.tokens), top_k
-            state[index, 6:].view(np.float64)[:] = 1 / params.temperature if params.temperature else 0.0, params.top_p
-            tables[index, : len(blocks[index])] = blocks[index]
+        for index, own in enumerate(blocks):
+            tables[index, : len(own)] = own
         to = upload_array(places, device)
-        self._state.index_copy_(0, to, upload_array(state, device))
+        self._state.index_copy_(0, to, upload_array(states_of(rows, self.model.shape.vocab_size), device))
         self._tables[:, : tables.shape[1]].index_copy_(0, to, upload_array(tables, device))
 
     def _kind_of(self, batch: Batch) -> _Kind:
@@ -148,7 +145,7 @@ class DeviceDecoder:
             self._tiles[: len(tiles)] = upload_array(tiles, self.model.device)
             self._tiles[len(tiles) : num_tiles] = 0
             max_rank = max(triton.next_power_of_2(max(adapter.spec.rank for adapter in adapters)), 16)
-        return _Kind(num_rows, num_tiles, max_rank, any(map(_is_filtered, batch.params)))
+        return _Kind(num_rows, num_tiles, max_rank, any(map(is_filtered, batch.params)))
 
     # --- graphs ---
 
@@ -197,5 +194,18 @@ def padded_rows(count: int) -> int:
     raise ValueError(f"{count} rows are more than a batch holds ({MAX_ROWS})")
 
 
-def _is_filtered(params: SamplingParams) -> bool:
+def states_of(rows: Sequence[Sample], vocab_size: int) -> Ints:
+    """What the kernels that draw know of each row at first; see `DrawRows`."""
+    state = np.zeros((len(rows), 8), np.int64)
+    for index, row in enumerate(rows):
+        params = row.request.work.params
+        seed = int(np.uint64(row.request.seed).view(np.int64))
+        top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+        last_token = row.tokens[-1] if row.tokens else 0
+        state[index, :6] = last_token, row.num_cached, seed, row.index, len(row.tokens), top_k
+        state[index, 6:].view(np.float64)[:] = 1 / params.temperature if params.temperature else 0.0, params.top_p
+    return state
+
+
+def is_filtered(params: SamplingParams) -> bool:
     return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)

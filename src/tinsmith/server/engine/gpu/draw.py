@@ -33,6 +33,11 @@ class DrawRows:
     ints: Tensor  # int64 [N, 6]
     floats: Tensor  # float64 [N, 2]
 
+    @classmethod
+    def of(cls, state: Tensor) -> DrawRows:
+        """Both side by side in one tensor of eight columns, int64."""
+        return cls(state[:, :6], state.view(torch.float64)[:, 6:])
+
     def first(self, count: int) -> DrawRows:
         return DrawRows(self.ints[:count], self.floats[:count])
 

@@ -119,7 +119,7 @@ def turn_heads_backward(
     turn: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     num_rows, num_heads, size = heads.shape
-    dq, dk, dv = (_with_whole_rows(part) for part in (dq, dk, dv))
+    dq, dk, dv = (with_whole_rows(part) for part in (dq, dk, dv))
     gradient = torch.empty((num_rows, num_heads, size), dtype=heads.dtype, device=heads.device)
     cos, sin = turn or (None, None)
     _turn_heads_backward[(num_rows, triton.cdiv(num_heads, _HEADS_BACK))](
@@ -130,7 +130,7 @@ def turn_heads_backward(
     return gradient
 
 
-def _with_whole_rows(heads: Tensor) -> Tensor:
+def with_whole_rows(heads: Tensor) -> Tensor:
     """Rows may lie apart, but what belongs to one row must lie together."""
     return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()
 

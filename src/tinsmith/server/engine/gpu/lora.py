@@ -4,7 +4,7 @@
     GroupedSite    what those adapters add to one layer, and the way back: an `Additions`
 
 Kernels find the weights of a tile through a table of addresses on the device, so adapters stay where they are, of any
-rank. Every element of a gradient is summed by one program in a fixed order.
+rank. Every sum is made in a fixed order.
 
 Letters: T rows, P parts of a site, R the largest rank, padded; r the rank of one adapter.
 """
@@ -16,20 +16,25 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tinsmith.server.engine.lora import Site
-from tinsmith.server.engine.transfer import upload
+from tinsmith.server.engine.transfer import upload, upload_array
 
 _ROWS = 32
 """Rows of a tile: few enough that a few thousand rows keep every multiprocessor busy."""
 _COLUMNS = 128
+_MAX_WIDTH = 128
+"""Of what a program makes of the ranks of all parts: more would not fit, and is left to other programs."""
 _MIN_RANK = 16  # of tl.dot
 _ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor of a large GPU."""
+_WORTH_A_SPLIT = 64
+"""Blocks of columns in a sum."""
 FIELDS = 9
 """Of a site in the table: addresses of A, its gradient, three B and their gradients, and the rank."""
 
@@ -45,8 +50,8 @@ class AddressBook:
         placed = [[each.get(name) for each in sites] for name in names]
         rows = [[(*site.addresses, site.rank) if site else (0,) * FIELDS for site in of_name] for of_name in placed]
         scales = [[site.scale if site else 0.0 for site in of_name] for of_name in placed]
-        self._table = upload(torch.tensor(rows), device)
-        self._scales = upload(torch.tensor(scales), device)
+        self._table = upload_array(np.array(rows, dtype=np.int64), device)
+        self._scales = upload_array(np.array(scales, dtype=np.float32), device)
         self._groups: dict[tuple[tuple[int, int, int, int], ...], Groups] = {}
 
     def grouped(self, name: str, placed: Sequence[tuple[int, int, Mapping[str, Site]]]) -> GroupedSite | None:
@@ -133,10 +138,11 @@ class GroupedSite:
         """scale * x A^T: [T, in] -> [T, P R]; rows of no adapter are left as they are found."""
         groups = self.groups
         xa = torch.empty((len(x), self.num_parts * groups.rank), dtype=x.dtype, device=x.device)
-        _shrink[(len(groups.tiles),)](
+        width, num_slices = self._slices(self.num_parts)
+        _shrink[(len(groups.tiles), num_slices)](
             x, groups.tiles, self.table, self.scales, xa, x.stride(0), x.shape[1],
-            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=self._width, ROWS=_ROWS, BLOCK=_COLUMNS,
-            num_warps=4, num_stages=4,
+            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=width, ROWS=_ROWS,
+            BLOCK=_summed_columns(width), num_warps=4, num_stages=4,
         )  # fmt: skip
         return xa
 
@@ -151,22 +157,34 @@ class GroupedSite:
 
     def shrink_gradient(self, dy: Tensor) -> Tensor:
         """scale * dy B: [T, out] -> [T, P R], the gradient of x A^T."""
-        groups = self.groups
-        dxa = torch.empty((len(dy), self.num_parts * groups.rank), dtype=dy.dtype, device=dy.device)
-        _shrink_gradient[(len(groups.tiles), self.num_parts)](
-            dy, groups.tiles, self.table, self.scales, dxa, dy.stride(0), *self.outs,
-            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, DIVISOR=groups.divisor, ROWS=_ROWS, BLOCK=_COLUMNS,
-            num_warps=4, num_stages=4,
+        groups, num_splits, num_columns = self.groups, *self._splits()
+        shape = num_splits, len(dy), self.num_parts * groups.rank
+        sums = torch.empty(shape, dtype=dy.dtype if num_splits == 1 else torch.float32, device=dy.device)
+        _shrink_gradient[(len(groups.tiles), self.num_parts, num_splits)](
+            dy, groups.tiles, self.table, self.scales, sums, dy.stride(0), *self.outs, len(dy), num_columns,
+            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, DIVISOR=groups.divisor, ROWS=_ROWS,
+            BLOCK=_summed_columns(groups.rank), num_warps=4, num_stages=4,
         )  # fmt: skip
-        return dxa
+        return sums[0] if num_splits == 1 else sums.sum(0).to(dy.dtype)
+
+    def _splits(self) -> tuple[int, int]:
+        """Into how many sums the columns of a part are split, and how many columns each has.
+
+        Few rows with very many columns, as at the unembedding, would leave most of a GPU idle.
+        """
+        num_blocks = triton.cdiv(max(self.outs), _COLUMNS)
+        wanted = 2 * _ENOUGH_PROGRAMS // (len(self.groups.tiles) * self.num_parts)
+        num_splits = max(1, min(wanted, num_blocks // _WORTH_A_SPLIT))
+        return num_splits, triton.cdiv(num_blocks, num_splits) * _COLUMNS
 
     def expand_gradient(self, dx: Tensor, dxa: Tensor) -> None:
         """Add dxa A to dx [T, in]."""
         groups = self.groups
+        width, num_slices = self._slices(self.num_parts)
         _expand_gradient[(len(groups.tiles), triton.cdiv(dx.shape[1], _COLUMNS))](
             dx, dxa, groups.tiles, self.table, dx.stride(0), dx.shape[1],
-            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=self._width, ROWS=_ROWS, BLOCK=_COLUMNS,
-            num_warps=4,
+            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=width, SLICES=num_slices, ROWS=_ROWS,
+            BLOCK=_COLUMNS, num_warps=4,
         )  # fmt: skip
 
     def add_weight_gradients(self, x: Tensor, xa: Tensor, dy: Tensor, dxa: Tensor) -> None:
@@ -178,21 +196,28 @@ class GroupedSite:
         groups = self.groups
         num_blocks = sum(triton.cdiv(out, _COLUMNS) for out in outs)
         chunks, spans = groups.chunks(num_blocks)
-        height = groups.rank if of_b else self._width
-        sums = torch.empty((len(chunks), height, sum(outs)), dtype=torch.float32, device=left.device)
+        height, num_slices = self._slices(1 if of_b else self.num_parts)
+        sums = torch.empty((len(chunks), num_slices * height, sum(outs)), dtype=torch.float32, device=left.device)
         options: dict[str, Any] = {
             "FIELDS": FIELDS, "PARTS": self.num_parts, "RANK": groups.rank, "HEIGHT": height, "OF_B": of_b,
             "BLOCK": _COLUMNS, "num_warps": 4,
         }  # fmt: skip
-        _outer[(len(chunks), num_blocks)](
-            left, right, chunks, sums, left.stride(0), right.stride(0), *outs, ROWS=64, **options, num_stages=4
-        )
-        _add_sums[(len(groups.segments), num_blocks)](sums, spans, self.table, *outs, **options)
+        _outer[(len(chunks), num_blocks, num_slices)](
+            left, right, chunks, sums, left.stride(0), right.stride(0), *outs,
+            ROWS=64, **options, num_stages=3 if height == _MAX_WIDTH else 4,
+        )  # fmt: skip
+        _add_sums[(len(groups.segments), num_blocks, num_slices)](sums, spans, self.table, *outs, **options)
 
-    @property
-    def _width(self) -> int:
-        """Of all parts side by side, as a block of a kernel."""
-        return int(triton.next_power_of_2(self.num_parts * self.groups.rank))
+    def _slices(self, num_parts: int) -> tuple[int, int]:
+        """How wide the ranks of so many parts are for one program, and how many such slices they make."""
+        total = num_parts * self.groups.rank
+        width = min(_MAX_WIDTH, int(triton.next_power_of_2(total)))
+        return width, int(triton.cdiv(total, width))
+
+
+def _summed_columns(width: int) -> int:
+    """How many columns to take at once where all are summed: what is in flight must leave room for a second program."""
+    return max(32, min(_COLUMNS, 8192 // width))
 
 
 @triton.jit
@@ -222,7 +247,7 @@ def _shrink(
     has_row = (rows < tl.load(tile + 1))[:, None]
     a = address_of(table, segment, 0, x.dtype.element_ty, FIELDS)
     rank = tl.load(table + segment * FIELDS + 8)
-    column = tl.arange(0, WIDTH)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     # Column c of the result is row (c mod R) of part (c div R) of A; ranks below R leave columns of zeros.
     has_column = (column < PARTS * RANK) & (column % RANK < rank)
     a_row = (column // RANK) * rank + column % RANK
@@ -264,11 +289,12 @@ def _expand(
     tl.store(places, total.to(y.dtype.element_ty), mask=has_row & has_column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _shrink_gradient(
-    dy, tiles, table, scales, dxa, stride, out0, out1, out2, FIELDS: tl.constexpr, PARTS: tl.constexpr,
-    RANK: tl.constexpr, DIVISOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    dy, tiles, table, scales, sums, stride, out0, out1, out2, num_rows, num_columns, FIELDS: tl.constexpr,
+    PARTS: tl.constexpr, RANK: tl.constexpr, DIVISOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ) -> Any:  # fmt: skip
+    """Sum number s is that of `num_columns` columns of each part from s * num_columns on."""
     tile = tiles + tl.program_id(0) * 3
     rows = tl.load(tile) + tl.arange(0, ROWS)
     segment = tl.load(tile + 2)
@@ -281,20 +307,22 @@ def _shrink_gradient(
     b = address_of(table, segment, 2 + part, dy.dtype.element_ty, FIELDS)
     dy_places = dy + rows.to(tl.int64)[:, None] * stride + begin
     total = tl.zeros([ROWS, RANK], tl.float32)
-    for start in range(0, width, BLOCK):
+    begin_sum = tl.program_id(2) * num_columns
+    for start in range(begin_sum, tl.minimum(begin_sum + num_columns, width), BLOCK):
         k = start + tl.arange(0, BLOCK)
         left = tl.load(dy_places + k[None, :], mask=has_row & (k < width)[None, :], other=0.0)
         right = tl.load(b + k[:, None] * rank + j[None, :], mask=(k < width)[:, None] & (j < rank)[None, :], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
     total *= tl.load(scales + segment)
-    places = dxa + rows.to(tl.int64)[:, None] * (PARTS * RANK) + part * RANK + j[None, :]
-    tl.store(places, total.to(dxa.dtype.element_ty), mask=has_row)
+    row_of_sums = tl.program_id(2).to(tl.int64) * num_rows + rows
+    places = sums + row_of_sums[:, None] * (PARTS * RANK) + part * RANK + j[None, :]
+    tl.store(places, total.to(sums.dtype.element_ty), mask=has_row)
 
 
 @triton.jit
 def _expand_gradient(
     dx, dxa, tiles, table, stride, width, FIELDS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    WIDTH: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ) -> Any:  # fmt: skip
     tile = tiles + tl.program_id(0) * 3
     rows = tl.load(tile) + tl.arange(0, ROWS)
@@ -304,18 +332,19 @@ def _expand_gradient(
     has_column = (columns < width)[None, :]
     a = address_of(table, segment, 0, dx.dtype.element_ty, FIELDS)
     rank = tl.load(table + segment * FIELDS + 8)
-    inner = tl.arange(0, WIDTH)
-    is_inner = (inner < PARTS * RANK) & (inner % RANK < rank)
-    a_row = (inner // RANK) * rank + inner % RANK
-    left = tl.load(
-        dxa + rows.to(tl.int64)[:, None] * (PARTS * RANK) + inner[None, :],
-        mask=has_row & (inner < PARTS * RANK)[None, :],
-        other=0.0,
-    )
-    right = tl.load(a + a_row[:, None] * width + columns[None, :], mask=is_inner[:, None] & has_column, other=0.0)
     places = dx + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    before = tl.load(places, mask=has_row & has_column, other=0.0).to(tl.float32)
-    total = tl.dot(left, right, before, input_precision="ieee")
+    total = tl.load(places, mask=has_row & has_column, other=0.0).to(tl.float32)
+    for number in tl.static_range(SLICES):
+        inner = number * WIDTH + tl.arange(0, WIDTH)
+        is_inner = (inner < PARTS * RANK) & (inner % RANK < rank)
+        a_row = (inner // RANK) * rank + inner % RANK
+        left = tl.load(
+            dxa + rows.to(tl.int64)[:, None] * (PARTS * RANK) + inner[None, :],
+            mask=has_row & (inner < PARTS * RANK)[None, :],
+            other=0.0,
+        )
+        right = tl.load(a + a_row[:, None] * width + columns[None, :], mask=is_inner[:, None] & has_column, other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
     tl.store(places, total.to(dx.dtype.element_ty), mask=has_row & has_column)
 
 
@@ -324,13 +353,13 @@ def _outer(
     left, right, chunks, sums, left_stride, right_stride, out0, out1, out2, FIELDS: tl.constexpr, PARTS: tl.constexpr,
     RANK: tl.constexpr, HEIGHT: tl.constexpr, OF_B: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ) -> Any:  # fmt: skip
-    """left^T right over the rows of one chunk, for one block of columns of the right side: [height, block]."""
+    """left^T right over the rows of one chunk, a slice of the left side and a block of the right: [height, block]."""
     chunk = tl.program_id(0)
     first, last = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
     part, begin, inner, width = _part_of(tl.program_id(1), out0, out1, out2, BLOCK)
     columns = inner * BLOCK + tl.arange(0, BLOCK)
     has_column = (columns < width)[None, :]
-    height = tl.arange(0, HEIGHT)
+    height = tl.program_id(2) * HEIGHT + tl.arange(0, HEIGHT)
     # For B the part's own columns of x A^T, for A those of all parts.
     left_column = part * RANK + height if OF_B else height
     has_left = (left_column < PARTS * RANK)[None, :]
@@ -345,7 +374,8 @@ def _outer(
         )
         total = tl.dot(tl.trans(of_left), of_right, total, input_precision="ieee")
     all_columns = out0 + out1 + out2
-    places = sums + (chunk.to(tl.int64) * HEIGHT + height[:, None]) * all_columns + (begin + columns)[None, :]
+    row = chunk.to(tl.int64) * (tl.num_programs(2) * HEIGHT) + height
+    places = sums + row[:, None] * all_columns + (begin + columns)[None, :]
     tl.store(places, total, mask=has_column)
 
 
@@ -359,14 +389,15 @@ def _add_sums(
     segment = tl.load(span + 2)
     part, begin, inner, width = _part_of(tl.program_id(1), out0, out1, out2, BLOCK)
     columns = inner * BLOCK + tl.arange(0, BLOCK)
-    height = tl.arange(0, HEIGHT)
+    height = tl.program_id(2) * HEIGHT + tl.arange(0, HEIGHT)
     all_columns = out0 + out1 + out2
     rank = tl.load(table + segment * FIELDS + 8)
     inside = (columns < width)[None, :] & (height % RANK < rank)[:, None] & (height < PARTS * RANK)[:, None]
     total = tl.zeros([HEIGHT, BLOCK], tl.float32)
     places = sums + height.to(tl.int64)[:, None] * all_columns + (begin + columns)[None, :]
     for chunk in range(tl.load(span), tl.load(span + 1)):
-        total += tl.load(places + tl.cast(chunk, tl.int64) * HEIGHT * all_columns, mask=inside, other=0.0)
+        before = tl.cast(chunk, tl.int64) * (tl.num_programs(2) * HEIGHT) * all_columns
+        total += tl.load(places + before, mask=inside, other=0.0)
     if OF_B:
         gradient = address_of(table, segment, 5 + part, tl.float32, FIELDS)
         places = gradient + columns[None, :] * rank + height[:, None]
