@@ -28,6 +28,8 @@ class Matrix:
         self._is_packed = _can_pack(weight)
         self._weight = _packed(weight) if self._is_packed else weight
         self._transposed: Tensor | None = None
+        self._with_room: Tensor | None = None
+        self._bias_with_room: Tensor | None = None
         self._is_deterministic = deterministic
         self._has_kernel = weight.is_cuda and find_spec("triton") is not None
 
@@ -40,6 +42,30 @@ class Matrix:
         if self._has_kernel and len(x) == 1:
             return _one_row(x, self._weight, self.bias)
         return functional.linear(x, self._weight, self.bias)
+
+    def make_room(self, num_rows: int) -> Tensor:
+        """Rows below the matrix, zero at first, for whoever wants more products with the same input: [rows, in]"""
+        num_out, num_in = self.shape
+        whole = torch.zeros(num_out + num_rows, num_in, dtype=self.dtype, device=self._weight.device)
+        whole[:num_out] = self._weight
+        self._with_room, self._weight = whole, whole[:num_out]
+        if self.bias is not None:
+            self._bias_with_room = functional.pad(self.bias, (0, num_rows))
+        return whole[num_out:]
+
+    @property
+    def has_room(self) -> bool:
+        return self._with_room is not None
+
+    def product_with_room(self, x: Tensor, num_rows: int) -> Tensor:
+        """The product, and beside it those with so many of the rows below: [T, in] -> [T, out + rows]"""
+        assert self._with_room is not None
+        end = self.shape[0] + num_rows
+        weight = self._with_room[:end]
+        bias = None if self._bias_with_room is None else self._bias_with_room[:end]
+        if len(x) == 1:
+            return _one_row(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     def gradient(self, dy: Tensor) -> Tensor:
         """dy W: [T, out] -> [T, in]"""

@@ -30,13 +30,15 @@ def adapters(model: Transformer) -> list[FrozenAdapter]:
     return [new_adapter(model, rank, rank, **flags).frozen_copy() for rank, flags in kinds]
 
 
-def test_rows_of_several_adapters_and_of_none(model: Transformer, adapters: list[FrozenAdapter]) -> None:
+@pytest.mark.parametrize("below", [True, False], ids=["below the matrices", "apart"])
+def test_rows_of_several_adapters_and_of_none(model: Transformer, adapters: list[FrozenAdapter], below: bool) -> None:
     segments: list[Segment] = [(0, 3, adapters[0]), (3, 5, None), (5, 25, adapters[1]), (25, 26, adapters[2])]
-    slots = AdapterSlots(model.shape, 4, model.device)
+    slots = AdapterSlots(model, 4)
     tiles = tiles_of(segments, dict(zip(adapters, slots.place(adapters), strict=True)))
     padded = torch.zeros(8, 3, dtype=torch.int64)
     padded[: len(tiles)] = torch.from_numpy(tiles)
-    ours, reference = SlotLora(slots, padded.to(DEVICE), 40, model.shape), LoraRows(segments)
+    units = slots.settle(adapters) if below else 0
+    ours, reference = SlotLora(slots, padded.to(DEVICE), 40, units, model.shape), LoraRows(segments)
     layer = model.layers[1]
     for name, matrix in (("qkv_proj", layer.qkv), ("o_proj", layer.output), ("gate_up_proj", layer.gate_up),
                          ("down_proj", layer.down), ("lm_head", model.head)):  # fmt: skip
@@ -62,9 +64,18 @@ def test_rows_of_several_adapters_and_of_none(model: Transformer, adapters: list
 
 
 def test_an_adapter_keeps_its_slot_until_another_needs_it(model: Transformer, adapters: list[FrozenAdapter]) -> None:
-    slots = AdapterSlots(model.shape, 2, model.device)
+    slots = AdapterSlots(model, 2)
     first, second = slots.place(adapters[:2])
     assert {first, second} == {0, 1}
     assert slots.place([adapters[1]]) == [second]
     assert slots.place([adapters[1], adapters[2]]) == [second, first]
     assert slots.ranks.tolist()[first] == adapters[2].spec.rank
+
+
+def test_adapters_that_do_not_fit_below_the_matrices_are_multiplied_apart(model: Transformer) -> None:
+    slots = AdapterSlots(model, 16)
+    many = [new_adapter(model, 64, seed).frozen_copy() for seed in range(5)]
+    assert slots.settle(many) == 0
+    assert slots.settle(many[:4]) == 8
+    assert slots.settle(many[3:4]) == 8  # it stays where it is
+    assert slots.settle(many[3:]) == 4

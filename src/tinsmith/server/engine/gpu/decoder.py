@@ -38,6 +38,7 @@ class _Kind:
     num_rows: int
     num_tiles: int
     max_rank: int
+    units: int
     filtered: bool
 
 
@@ -66,10 +67,10 @@ class DeviceDecoder:
         self._rows = drawing.DrawRows.of(self._state)
         self._tables = torch.full((MAX_ROWS, num_blocks), spare_block, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(MAX_ROWS, 2, dtype=torch.float64, device=device)
-        self._slots = AdapterSlots(model.shape, MAX_ROWS, device)
+        self._slots = AdapterSlots(model, MAX_ROWS)
         self._tiles = torch.zeros(2 * MAX_ROWS, 3, dtype=torch.int64, device=device)
         self._batch: Batch | None = None
-        self._kind = _Kind(0, 0, 0, False)
+        self._kind = _Kind(0, 0, 0, 0, False)
         self._launched: _Launched | None = None
         self._graphs: dict[_Kind, tuple[Callable[[], None], Tensor]] = {}
         self._pool_of_graphs = None
@@ -137,7 +138,7 @@ class DeviceDecoder:
 
     def _kind_of(self, batch: Batch) -> _Kind:
         adapters, num_rows = batch.adapters, padded_rows(len(batch.rows))
-        num_tiles = max_rank = 0
+        num_tiles = max_rank = units = 0
         if adapters:
             segments = [*batch.segments, (len(batch.rows), num_rows, None)]
             tiles = tiles_of(segments, dict(zip(adapters, self._slots.place(adapters), strict=True)))
@@ -145,7 +146,8 @@ class DeviceDecoder:
             self._tiles[: len(tiles)] = upload_array(tiles, self.model.device)
             self._tiles[len(tiles) : num_tiles] = 0
             max_rank = max(triton.next_power_of_2(max(adapter.spec.rank for adapter in adapters)), 16)
-        return _Kind(num_rows, num_tiles, max_rank, any(map(is_filtered, batch.params)))
+            units = triton.next_power_of_2(self._slots.settle(adapters))
+        return _Kind(num_rows, num_tiles, max_rank, units, any(map(is_filtered, batch.params)))
 
     # --- graphs ---
 
@@ -179,7 +181,7 @@ class DeviceDecoder:
         attend = DeviceTables(self.pool, self.block_size, self._tables[:count], positions)
         lora = None
         if kind.num_tiles:
-            lora = SlotLora(self._slots, self._tiles[: kind.num_tiles], kind.max_rank, self.model.shape)
+            lora = SlotLora(self._slots, self._tiles[: kind.num_tiles], kind.max_rank, kind.units, self.model.shape)
         hidden = self.model.hidden(tokens, positions, attend, lora)
         logits = linear(hidden, self.model.head, lora, "lm_head")
         drawing.draw(logits, rows, self._drawn[:count], filtered=kind.filtered)

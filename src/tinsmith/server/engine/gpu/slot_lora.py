@@ -1,16 +1,19 @@
-"""What adapters add to the rows of a decode step, each row its own: two kernels for a layer, whatever their number.
+"""What adapters add to the rows of a decode step, each row its own, at the cost of few and short kernels.
 
     AdapterSlots    adapters on the device, each in a slot: a row of addresses, one for every matrix
     SlotLora        which rows of one batch use which slot, in tiles; stands in for `LoraRows`
 
-A tile is up to 16 neighbouring rows of one adapter. The first kernel multiplies them with A, in splits of the input so
-that the whole GPU takes part; the second adds up the splits, multiplies with B, and adds to the output. All that
-changes from batch to batch lies in tensors on the device, so a captured graph serves any set of adapters.
+A few adapters are laid, with their A, below each frozen matrix: then one product computes x W^T and x A^T for all of
+them, and a row takes what is its own. For more adapters, or large ones, a kernel multiplies each row with its own A, in
+splits of the input so that the whole GPU takes part. What follows multiplies with B where the output is read next. A
+tile is up to 16 neighbouring rows of one adapter.
+
+All that changes from batch to batch lies in tensors on the device, so a captured graph serves any set of adapters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,12 +26,15 @@ from torch import Tensor
 
 from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.engine.lora import Segment
-from tinsmith.server.engine.model import ModelShape
+from tinsmith.server.engine.model import ModelShape, Transformer
 from tinsmith.server.engine.products import Matrix
 from tinsmith.server.engine.steps import Turn
 from tinsmith.server.engine.transfer import upload_array
 
 TILE_ROWS = 16
+UNIT = 32
+"""Ranks that an adapter takes up below the matrices at least."""
+NUM_UNITS = 8
 _MAX_PARTS = 3
 _COLUMNS = 1 + _MAX_PARTS  # addresses of A and of the B of each part
 _INPUTS_AT_ONCE = 128
@@ -39,14 +45,22 @@ _ENOUGH_PROGRAMS = 256
 
 
 class AdapterSlots:
-    """Where the matrices of adapters lie; an adapter keeps its slot while it is in use and the room lasts."""
+    """Where the matrices of adapters lie; an adapter keeps its place while it is in use and the room lasts."""
 
-    def __init__(self, shape: ModelShape, num_slots: int, device: torch.device) -> None:
-        self.names = {name: index for index, name in enumerate(site_names(shape))}
+    def __init__(self, model: Transformer, num_slots: int) -> None:
+        device = model.device
+        self.names = {name: index for index, name in enumerate(site_names(model.shape))}
         self.addresses = torch.zeros(num_slots, len(self.names), _COLUMNS, dtype=torch.int64, device=device)
         self.ranks = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.scales = torch.zeros(num_slots, dtype=torch.float32, device=device)
+        self.units = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._slots: WeakKeyDictionary[FrozenAdapter, int] = WeakKeyDictionary()
+        self._settled: WeakKeyDictionary[FrozenAdapter, range] = WeakKeyDictionary()
+        parts = _parts(model.shape)
+        self._rooms = {
+            name: matrix.make_room(len(parts[name.rpartition(".")[2]]) * UNIT * NUM_UNITS)
+            for name, matrix in _layers(model)
+        }
 
     def place(self, adapters: Sequence[FrozenAdapter]) -> list[int]:
         """A slot for each; those of adapters that are not among these may be taken over."""
@@ -60,6 +74,31 @@ class AdapterSlots:
             self._slots.update(taken)
             self._write(taken)
         return [self._slots[adapter] for adapter in adapters]
+
+    def settle(self, adapters: Sequence[FrozenAdapter]) -> int:
+        """Lay the A of all of these below the frozen matrices; how many units are in use then, 0 if they do not fit."""
+        needed = {adapter: triton.cdiv(adapter.spec.rank, UNIT) for adapter in adapters}
+        if sum(needed.values()) > NUM_UNITS:
+            return 0
+        if any(adapter not in self._settled for adapter in adapters):
+            self._settled.clear()
+            first = 0
+            for adapter, count in needed.items():
+                self._settled[adapter] = range(first, first + count)
+                self._copy(adapter, first)
+                first += count
+        begins = np.array([self._settled[adapter].start for adapter in adapters])
+        slots = upload_array(np.array(self.place(adapters)), self.units.device)
+        self.units[slots] = upload_array(begins, self.units.device)
+        return max(self._settled[adapter].stop for adapter in adapters)
+
+    def _copy(self, adapter: FrozenAdapter, first: int) -> None:
+        sites = {name: site for name, site in adapter.sites.items() if name in self._rooms}
+        begins = {name: len(site.b) * UNIT * first for name, site in sites.items()}
+        torch._foreach_copy_(
+            [self._rooms[name][begins[name] : begins[name] + len(site.a)] for name, site in sites.items()],
+            [site.a for site in sites.values()],
+        )
 
     def _write(self, taken: Mapping[FrozenAdapter, int]) -> None:
         slots = upload_array(np.array(list(taken.values())), self.ranks.device)
@@ -93,28 +132,38 @@ def tiles_of(segments: Sequence[Segment], slots: Mapping[FrozenAdapter, int]) ->
 
 
 class SlotLora:
-    """The adapters of one batch. Tiles beyond those in use are empty: their first row is their end."""
+    """The adapters of one batch. Tiles beyond those in use are empty: their first row is their end.
 
-    def __init__(self, slots: AdapterSlots, tiles: Tensor, max_rank: int, shape: ModelShape) -> None:
+    With `units`, their A lie below the frozen matrices, so many units of them; else they are multiplied apart.
+    """
+
+    def __init__(self, slots: AdapterSlots, tiles: Tensor, max_rank: int, units: int, shape: ModelShape) -> None:
         self.slots = slots
         self.tiles = tiles  # int64 [tiles, 3]
         self.max_rank: int = max(triton.next_power_of_2(max_rank), 16)  # tl.dot wants 16 at least
+        self.units = units
         self._parts = _parts(shape)
 
     def linear(self, x: Tensor, matrix: Matrix, name: str) -> Tensor:
         """x W^T + b + scale * (x A^T) B^T, by the adapter of each row: [N, in] -> [N, out]"""
-        y = matrix.product(x)
-        self._expand(y, *self._shrunk(x, name))
-        return y
+        outs = self._outs(name)
+        y, inner = self._products(x, matrix, name)
+        result = torch.empty(len(x), matrix.shape[0], dtype=x.dtype, device=x.device)
+        num_blocks = sum(triton.cdiv(out, _OUTPUTS_AT_ONCE) for out in outs)
+        _expand[len(self.tiles), num_blocks](
+            y, result, *self._tables(name), inner, len(x), *_strides(y, inner),
+            *outs, *[0] * (_MAX_PARTS - len(outs)), BLOCK_N=_OUTPUTS_AT_ONCE, **self._options(outs, inner),
+        )  # fmt: skip
+        return result
 
     def gated_silu(self, x: Tensor, gate_up: Matrix, name: str) -> Tensor:
         """silu(gate) * up; what adapters add to the two is added where they are read, and never written: [N, F]"""
-        y = gate_up.product(x)
-        inner, addresses, (width, _) = self._shrunk(x, name)
-        gated = torch.empty(len(x), width, dtype=x.dtype, device=x.device)
-        _expand_gated_silu[len(self.tiles), triton.cdiv(width, _GATED_AT_ONCE)](
-            y, gated, addresses, self.slots.ranks, self.tiles, inner, len(x), addresses.stride(0),
-            WIDTH=width, SPLITS=len(inner), MAX_RANK=self.max_rank, BLOCK_N=_GATED_AT_ONCE, TILE=TILE_ROWS, num_warps=4,
+        outs = self._outs(name)
+        y, inner = self._products(x, gate_up, name)
+        gated = torch.empty(len(x), outs[0], dtype=x.dtype, device=x.device)
+        _expand_gated_silu[len(self.tiles), triton.cdiv(outs[0], _GATED_AT_ONCE)](
+            y, gated, *self._tables(name), inner, len(x), *_strides(y, inner),
+            WIDTH=outs[0], BLOCK_N=_GATED_AT_ONCE, **self._options(outs, inner),
         )  # fmt: skip
         return gated
 
@@ -130,57 +179,65 @@ class SlotLora:
         turn: Turn | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values, normed and turned; what adapters add is added on the way: [N, heads, D] each"""
-        y = qkv.product(x)
-        inner, addresses, _ = self._shrunk(x, name)
-        turned = torch.empty(
-            len(x), num_q + 2 * num_kv, y.shape[1] // (num_q + 2 * num_kv), dtype=x.dtype, device=x.device
-        )
+        y, inner = self._products(x, qkv, name)
+        num_heads = num_q + 2 * num_kv
+        turned = torch.empty(len(x), num_heads, qkv.shape[0] // num_heads, dtype=x.dtype, device=x.device)
         cos, sin = turn or (None, None)
-        _expand_turned_heads[len(self.tiles), num_q + 2 * num_kv](
-            y, turned, addresses, self.slots.ranks, self.tiles, inner, weight, eps, cos, sin, len(x),
-            addresses.stride(0), NUM_Q=num_q, NUM_KV=num_kv, HALF=turned.shape[2] // 2, HAS_NORM=weight is not None,
-            HAS_TURN=turn is not None, SPLITS=len(inner), MAX_RANK=self.max_rank, TILE=TILE_ROWS, num_warps=4,
+        _expand_turned_heads[len(self.tiles), num_heads](
+            y, turned, *self._tables(name), inner, weight, eps, cos, sin, len(x), *_strides(y, inner),
+            NUM_Q=num_q, NUM_KV=num_kv, HALF=turned.shape[2] // 2, HAS_NORM=weight is not None,
+            HAS_TURN=turn is not None, **self._options(self._outs(name), inner),
         )  # fmt: skip
         q, k, v = torch.split_with_sizes(turned, [num_q, num_kv, num_kv], dim=1)
         return q, k, v
 
-    def _shrunk(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
-        """scale * x A^T in splits, where the matrices lie, and how many outputs each part has."""
-        outs = self._parts[name.rpartition(".")[2]]
+    def _products(self, x: Tensor, matrix: Matrix, name: str) -> tuple[Tensor, Tensor]:
+        """x W^T, and x A^T of the adapters: [N, units of all parts], or [splits, N, parts, rank] in float32"""
+        if self.units and matrix.has_room:
+            y = matrix.product_with_room(x, len(self._outs(name)) * UNIT * self.units)
+            return y, y[:, matrix.shape[0] :]
+        return matrix.product(x), self._shrunk(x, name)
+
+    def _outs(self, name: str) -> tuple[int, ...]:
+        return self._parts[name.rpartition(".")[2]]
+
+    def _tables(self, name: str) -> tuple[Tensor, ...]:
         addresses = self.slots.addresses[:, self.slots.names[name]]
-        splits = self._num_splits(len(outs), x.shape[1])
-        inner = torch.empty(splits, len(x), len(outs), self.max_rank, dtype=torch.float32, device=x.device)
-        self._shrink(x, addresses, inner)
-        return inner, addresses, outs
+        return addresses, self.slots.ranks, self.slots.scales, self.slots.units, self.tiles
 
-    def _num_splits(self, num_parts: int, num_in: int) -> int:
-        """Enough for every multiprocessor, and no more: whoever adds them up reads all of them."""
-        enough = triton.cdiv(_ENOUGH_PROGRAMS, len(self.tiles) * num_parts * (self.max_rank // self._rank_block))
-        splits: int = max(min(enough, triton.cdiv(num_in, _INPUTS_AT_ONCE)), 1)
-        return splits
+    def _options(self, outs: tuple[int, ...], inner: Tensor) -> dict[str, int]:
+        return {
+            "ADDRESS_STRIDE": self.slots.addresses.stride(0), "PARTS": len(outs), "MAX_RANK": self.max_rank,
+            "SPLITS": len(inner) if inner.dim() == 4 else 0, "UNIT": UNIT, "TILE": TILE_ROWS, "num_warps": 4,
+        }  # fmt: skip
 
-    @property
-    def _rank_block(self) -> int:
-        return min(self.max_rank, 32)
-
-    def _shrink(self, x: Tensor, addresses: Tensor, inner: Tensor) -> None:
-        splits, num_rows, num_parts, _ = inner.shape
-        num_in = x.shape[1]
-        _shrink[len(self.tiles), num_parts * (self.max_rank // self._rank_block), splits](
-            x, addresses, self.slots.ranks, self.slots.scales, self.tiles, inner,
-            num_rows, num_in, x.stride(0), addresses.stride(0),
-            PARTS=num_parts, MAX_RANK=self.max_rank, BLOCK_R=self._rank_block, BLOCK_K=_INPUTS_AT_ONCE,
+    def _shrunk(self, x: Tensor, name: str) -> Tensor:
+        num_parts, num_in, rank_block = len(self._outs(name)), x.shape[1], min(self.max_rank, 32)
+        num_blocks = num_parts * (self.max_rank // rank_block)
+        # Enough for every multiprocessor, and no more: whoever adds them up reads all of them.
+        enough = triton.cdiv(_ENOUGH_PROGRAMS, len(self.tiles) * num_blocks)
+        splits = max(min(enough, triton.cdiv(num_in, _INPUTS_AT_ONCE)), 1)
+        inner = torch.empty(splits, len(x), num_parts, self.max_rank, dtype=torch.float32, device=x.device)
+        addresses, ranks, _, _, tiles = self._tables(name)
+        _shrink[len(tiles), num_blocks, splits](
+            x, addresses, ranks, tiles, inner, len(x), num_in, x.stride(0), addresses.stride(0),
+            PARTS=num_parts, MAX_RANK=self.max_rank, BLOCK_R=rank_block, BLOCK_K=_INPUTS_AT_ONCE,
             PER_SPLIT=triton.cdiv(num_in, splits * _INPUTS_AT_ONCE) * _INPUTS_AT_ONCE, TILE=TILE_ROWS, num_warps=4,
         )  # fmt: skip
+        return inner
 
-    def _expand(self, y: Tensor, inner: Tensor, addresses: Tensor, outs: tuple[int, ...]) -> None:
-        splits, num_rows, num_parts, _ = inner.shape
-        num_blocks = sum(triton.cdiv(out, _OUTPUTS_AT_ONCE) for out in outs)
-        _expand[len(self.tiles), num_blocks](
-            y, addresses, self.slots.ranks, self.tiles, inner, num_rows, y.stride(0), addresses.stride(0),
-            *outs, *[0] * (_MAX_PARTS - num_parts), SPLITS=splits, PARTS=num_parts, MAX_RANK=self.max_rank,
-            BLOCK_N=_OUTPUTS_AT_ONCE, TILE=TILE_ROWS, num_warps=4,
-        )  # fmt: skip
+
+def _strides(y: Tensor, inner: Tensor) -> tuple[int, int]:
+    return y.stride(0), inner.stride(0)
+
+
+def _layers(model: Transformer) -> Iterator[tuple[str, Matrix]]:
+    """Every matrix of the layers with the name of its site; not the unembedding, which may be the embedding too."""
+    for index, layer in enumerate(model.layers):
+        yield f"layers.{index}.qkv_proj", layer.qkv
+        yield f"layers.{index}.o_proj", layer.output
+        yield f"layers.{index}.gate_up_proj", layer.gate_up
+        yield f"layers.{index}.down_proj", layer.down
 
 
 def _parts(shape: ModelShape) -> dict[str, tuple[int, ...]]:
@@ -197,11 +254,11 @@ def _parts(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 @triton.jit
 def _shrink(
-    x, addresses, ranks, scales, tiles, inner, num_rows, num_in, x_stride, address_stride,
+    x, addresses, ranks, tiles, inner, num_rows, num_in, x_stride, address_stride,
     PARTS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
     PER_SPLIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """inner[split, row, part, r] = scale * sum of x[row, k] A[part, r, k] over the k of the split."""
+    """inner[split, row, part, r] = sum of x[row, k] A[part, r, k] over the k of the split."""
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     part = tl.program_id(1) // (MAX_RANK // BLOCK_R)
@@ -227,33 +284,40 @@ def _shrink(
             )
             total += tl.dot(x_tile, a_tile, input_precision="ieee")
         to = ((split * num_rows + rows)[:, None] * PARTS + part) * MAX_RANK + r[None, :]
-        tl.store(inner + to, total * tl.load(scales + slot), mask=is_row[:, None])
+        tl.store(inner + to, total, mask=is_row[:, None])
 
 
 @triton.jit
 def _low_rank(
-    part, PARTS: tl.constexpr, address, rank, inner, num_rows, rows, is_row, columns, is_column, dtype,
-    SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, TILE: tl.constexpr,
+    part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns, is_column, dtype,
+    PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What an adapter adds to these rows and columns of one part: [TILE, columns]"""
+    """What an adapter adds to these rows and columns of one part: [TILE, columns]. No splits: x A^T lies in units."""
     r = tl.arange(0, MAX_RANK)
+    rank = tl.load(ranks + slot)
+    is_rank = r < rank
     total = tl.zeros([TILE, MAX_RANK], tl.float32)
-    for split in range(SPLITS):
-        at = ((split * num_rows + rows)[:, None] * PARTS + part) * MAX_RANK + r[None, :]
-        total += tl.load(inner + at, mask=is_row[:, None], other=0.0)
+    if SPLITS == 0:
+        at = rows[:, None] * inner_stride + tl.load(units + slot) * (PARTS * UNIT) + part * rank + r[None, :]
+        total += tl.load(inner + at, mask=is_row[:, None] & is_rank[None, :], other=0.0).to(tl.float32)
+    else:
+        for split in range(SPLITS):
+            at = ((split * num_rows + rows)[:, None] * PARTS + part) * MAX_RANK + r[None, :]
+            total += tl.load(inner + at, mask=is_row[:, None], other=0.0)
     b = address.to(tl.pointer_type(dtype))
-    is_there = is_column[None, :] & (r < rank)[:, None]
+    is_there = is_column[None, :] & is_rank[:, None]
     b_tile = tl.load(b + columns[None, :] * rank + r[:, None], mask=is_there, other=0.0)
-    return tl.dot(total.to(dtype), b_tile, input_precision="ieee")
+    return tl.dot((total * tl.load(scales + slot)).to(dtype), b_tile, input_precision="ieee")
 
 
 @triton.jit
 def _expand(
-    y, addresses, ranks, tiles, inner, num_rows, y_stride, address_stride,
-    OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    y, result, addresses, ranks, scales, units, tiles, inner, num_rows, y_stride, inner_stride,
+    OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, BLOCK_N: tl.constexpr,
+    ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """y[row, column] += sum of inner[row, part, r] B[part, column, r]; blocks of columns never cross a part."""
+    """y and what the adapters add to it; blocks of columns never cross a part."""
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     block = tl.program_id(1)
@@ -264,24 +328,27 @@ def _expand(
     out = tl.where(in_third, OUT2, tl.where(in_second, OUT1, OUT0))
     before = tl.where(in_third, OUT0 + OUT1, tl.where(in_second, OUT0, 0))
     first = (block - tl.where(in_third, blocks0 + blocks1, tl.where(in_second, blocks0, 0))) * BLOCK_N
-    address = tl.load(addresses + slot * address_stride + 1 + part, mask=slot >= 0, other=0)
-    if (start < end) & (address != 0):
+    if start < end:
         rows = start + tl.arange(0, TILE)
         columns = first + tl.arange(0, BLOCK_N)
         is_row, is_column = rows < end, columns < out
-        to = y + rows[:, None] * y_stride + before + columns[None, :]
         is_there = is_row[:, None] & is_column[None, :]
-        added = _low_rank(
-            part, PARTS, address, tl.load(ranks + slot), inner, num_rows, rows, is_row, columns, is_column,
-            y.dtype.element_ty, SPLITS, MAX_RANK, TILE,
-        )  # fmt: skip
-        tl.store(to, tl.load(to, mask=is_there, other=0.0).to(tl.float32) + added, mask=is_there)
+        values = tl.load(y + rows[:, None] * y_stride + before + columns[None, :], mask=is_there, other=0.0)
+        values = values.to(tl.float32)
+        address = tl.load(addresses + slot * ADDRESS_STRIDE + 1 + part, mask=slot >= 0, other=0)
+        if address != 0:
+            values += _low_rank(
+                part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
+                is_column, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
+            )  # fmt: skip
+        tl.store(result + rows[:, None] * (OUT0 + OUT1 + OUT2) + before + columns[None, :], values, mask=is_there)
 
 
 @triton.jit
 def _expand_gated_silu(
-    y, gated, addresses, ranks, tiles, inner, num_rows, address_stride,
-    WIDTH: tl.constexpr, SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_N: tl.constexpr, TILE: tl.constexpr,
+    y, gated, addresses, ranks, scales, units, tiles, inner, num_rows, y_stride, inner_stride,
+    WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr,
+    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -290,20 +357,19 @@ def _expand_gated_silu(
         columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_row, is_column = rows < end, columns < WIDTH
         is_there = is_row[:, None] & is_column[None, :]
-        places = rows[:, None] * (2 * WIDTH) + columns[None, :]
+        places = rows[:, None] * y_stride + columns[None, :]
         gate = tl.load(y + places, mask=is_there, other=0.0).to(tl.float32)
         up = tl.load(y + places + WIDTH, mask=is_there, other=0.0).to(tl.float32)
-        table = addresses + slot * address_stride
-        of_gate = tl.load(table + 1, mask=slot >= 0, other=0)
-        if of_gate != 0:
-            of_up, rank = tl.load(table + 2), tl.load(ranks + slot)
+        table = addresses + slot * ADDRESS_STRIDE
+        address = tl.load(table + 1, mask=slot >= 0, other=0)
+        if address != 0:
             gate += _low_rank(
-                0, 2, of_gate, rank, inner, num_rows, rows, is_row, columns, is_column, y.dtype.element_ty,
-                SPLITS, MAX_RANK, TILE,
+                0, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
+                is_column, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
             )  # fmt: skip
             up += _low_rank(
-                1, 2, of_up, rank, inner, num_rows, rows, is_row, columns, is_column, y.dtype.element_ty,
-                SPLITS, MAX_RANK, TILE,
+                1, tl.load(table + 2), slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
+                is_column, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
             )  # fmt: skip
         result = gate / (1 + tl.exp(-gate)) * up
         tl.store(gated + rows[:, None] * WIDTH + columns[None, :], result, mask=is_there)
@@ -311,9 +377,10 @@ def _expand_gated_silu(
 
 @triton.jit
 def _expand_turned_heads(
-    y, turned, addresses, ranks, tiles, inner, weight, eps, cos, sin, num_rows, address_stride,
+    y, turned, addresses, ranks, scales, units, tiles, inner, weight, eps, cos, sin, num_rows, y_stride, inner_stride,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TURN: tl.constexpr,
-    SPLITS: tl.constexpr, MAX_RANK: tl.constexpr, TILE: tl.constexpr,
+    ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr,
+    UNIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
     """One head of the rows of a tile; values get what the adapter adds, and are neither normed nor turned."""
     tile = tiles + tl.program_id(0) * 3
@@ -325,19 +392,19 @@ def _expand_turned_heads(
         rows = start + tl.arange(0, TILE)
         pair = tl.arange(0, HALF)
         is_row, always = rows < end, pair < HALF
-        places = (rows * (NUM_Q + 2 * NUM_KV) + head)[:, None] * (2 * HALF) + pair[None, :]
+        places = rows[:, None] * y_stride + head * (2 * HALF) + pair[None, :]
         first = tl.load(y + places, mask=is_row[:, None], other=0.0).to(tl.float32)
         second = tl.load(y + places + HALF, mask=is_row[:, None], other=0.0).to(tl.float32)
-        address = tl.load(addresses + slot * address_stride + 1 + part, mask=slot >= 0, other=0)
+        address = tl.load(addresses + slot * ADDRESS_STRIDE + 1 + part, mask=slot >= 0, other=0)
         if address != 0:
-            rank, columns = tl.load(ranks + slot), in_part * (2 * HALF) + pair
+            columns = in_part * (2 * HALF) + pair
             first += _low_rank(
-                part, 3, address, rank, inner, num_rows, rows, is_row, columns, always, y.dtype.element_ty,
-                SPLITS, MAX_RANK, TILE,
+                part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
+                always, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
             )  # fmt: skip
             second += _low_rank(
-                part, 3, address, rank, inner, num_rows, rows, is_row, columns + HALF, always, y.dtype.element_ty,
-                SPLITS, MAX_RANK, TILE,
+                part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns + HALF,
+                always, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
             )  # fmt: skip
         if part < 2:
             if HAS_NORM:
@@ -350,5 +417,6 @@ def _expand_turned_heads(
                 c = tl.load(cos + angles, mask=is_row[:, None], other=0.0)
                 s = tl.load(sin + angles, mask=is_row[:, None], other=0.0)
                 first, second = first * c - second * s, second * c + first * s
-        tl.store(turned + places, first, mask=is_row[:, None])
-        tl.store(turned + places + HALF, second, mask=is_row[:, None])
+        to = turned + (rows * (NUM_Q + 2 * NUM_KV) + head)[:, None] * (2 * HALF) + pair[None, :]
+        tl.store(to, first, mask=is_row[:, None])
+        tl.store(to + HALF, second, mask=is_row[:, None])
