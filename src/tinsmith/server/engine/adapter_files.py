@@ -52,10 +52,11 @@ class _Facts(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     train_mlp: bool
     train_unembed: bool
     checksums: dict[str, int] | None = None
-    """Of the other files, and of the fields above; none in what an earlier release wrote."""
+    """Of the other files, and of all the rest in this one; none in what an earlier release wrote."""
 
     def own_checksum(self) -> int:
-        return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(self, checksums=None)))
+        others = {name: each for name, each in (self.checksums or {}).items() if name != FACTS}
+        return zlib.crc32(msgspec.json.encode(msgspec.structs.replace(self, checksums=others)))
 
 
 def write_adapter(folder: Path, adapter: Adapter, base_model: str, *, with_optimizer: bool = False) -> None:
@@ -65,7 +66,8 @@ def write_adapter(folder: Path, adapter: Adapter, base_model: str, *, with_optim
         save_file(adapter.optimizer_state(), folder / OPTIMIZER)
     facts = _Facts(base_model, **{name: getattr(adapter.spec, name) for name in _SPEC_FIELDS})
     written = (WEIGHTS, PEFT_CONFIG, OPTIMIZER) if with_optimizer else (WEIGHTS, PEFT_CONFIG)
-    facts.checksums = {name: checksum(folder / name) for name in written} | {FACTS: facts.own_checksum()}
+    facts.checksums = {name: checksum(folder / name) for name in written}
+    facts.checksums[FACTS] = facts.own_checksum()
     _write_json(folder / FACTS, msgspec.to_builtins(facts))
 
 

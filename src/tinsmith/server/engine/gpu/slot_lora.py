@@ -39,7 +39,7 @@ _MAX_PARTS = 3
 _COLUMNS = 1 + _MAX_PARTS  # addresses of A and of the B of each part
 _INPUTS_AT_ONCE = 128
 _OUTPUTS_AT_ONCE = 128
-_GATED_AT_ONCE = 128
+_GATED_AT_ONCE = 64
 # One or two for every multiprocessor of a large GPU.
 _ENOUGH_PROGRAMS = 256
 
