@@ -2,9 +2,14 @@
 
 import os
 import signal
+from pathlib import Path
 
 # The threads of two tests that compute at the same time would spin against each other. It is read when torch loads.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+# Kernels for a GPU run step by step where there is none. Triton reads this when whoever comes first imports it.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and so would every program that we start; but some tests
 # send it to them.

@@ -32,7 +32,7 @@ class SmallDisk:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._ballast = folder / "ballast"
+        self.ballast = folder / "ballast"
         _run("mount", "-t", "tmpfs", "-o", f"size={self._SIZE}", "tmpfs", folder)
 
     def __enter__(self) -> Self:
@@ -42,7 +42,7 @@ class SmallDisk:
         _run("umount", self.folder)
 
     def begin(self) -> None:
-        with self._ballast.open("wb", buffering=0) as file:
+        with self.ballast.open("wb", buffering=0) as file:
             try:
                 while True:
                     file.write(bytes(4096))
@@ -50,7 +50,7 @@ class SmallDisk:
                 return
 
     def end(self) -> None:
-        self._ballast.unlink()
+        self.ballast.unlink()
 
 
 class DatabaseCut:

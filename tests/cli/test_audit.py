@@ -44,6 +44,12 @@ def test_keys_that_are_made_and_revoked_here_are_in_the_trail(cli: InProcess, st
     assert key not in str(events)
 
 
+def test_what_is_no_time_is_answered_with_what_is(cli: InProcess, state: Path) -> None:
+    done = cli("audit", "--since", "yesterday", "--state", state)
+    assert done.code == 2
+    assert "'yesterday' is no time. Give 90m, 12h, 7d or 4w, or a date such as 2026-01-31." in done.err
+
+
 def test_the_trail_is_narrowed_to_a_key_and_to_a_time(cli: InProcess, state: Path, store: Store) -> None:
     ann, bob = (store.keys.create(name, name).key for name in ("ann", "bob"))
     for key in (ann, bob):
@@ -58,7 +64,7 @@ def test_the_trail_is_narrowed_to_a_key_and_to_a_time(cli: InProcess, state: Pat
     assert "0 events" in cli("audit", "--since", later, "--state", state).out
     assert "4 events" in cli("audit", "--since", "90m", "--state", state).out
     limited = cli("audit", "--limit", "1", "--state", state)
-    assert "1 events" in limited.out
+    assert "1 event\n" in limited.out
     assert "There may be more" in limited.err
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 import tomllib
 from collections import namedtuple
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def examine(cli: InProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs the command in this process, without loading torch for every test."""
     monkeypatch.setattr("tinsmith.cli.doctor_install._PROBE", _PROBE_WITHOUT_TORCH)
 
-    def run(*arguments: str) -> dict[str, dict[str, str]]:
-        return checks(cli("-f", "json", *arguments, "doctor"))
+    def run(*arguments: str, options: Sequence[str] = ()) -> dict[str, dict[str, str]]:
+        return checks(cli("-f", "json", *arguments, "doctor", *options))
 
     return run
 
@@ -168,6 +169,17 @@ def test_little_room_is_told(examine: Any, monkeypatch: pytest.MonkeyPatch, free
     usage = namedtuple("usage", ["free"])
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage(free))
     assert examine("--base-url", "local")["Disk"]["status"] == status
+
+
+def test_the_disk_of_a_server_is_looked_at_where_its_state_is(
+    examine: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usage = namedtuple("usage", ["free"])
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage(1 if path == tmp_path else 50 << 30))
+    assert examine()["Disk"]["status"] == "ok"
+    found = examine(options=["--state", str(tmp_path)])
+    assert found["Disk"]["status"] == "fault"
+    assert found["State folder"]["message"] == str(tmp_path)
 
 
 def test_the_model_cache_is_where_the_environment_says(

@@ -30,6 +30,7 @@ def test_a_new_key_is_printed_once_and_opens_the_server(cli: InProcess, state: P
     assert key.startswith("tml-")
     assert key not in done.err
     assert "from now on the server takes no others" in done.err
+    assert "tinsmith keys create NAME --owner local" in done.err
     assert "first key" not in cli("keys", "create", "second", "--state", state).err
     assert verified(state, key) is not None
     listed = cli("keys", "list", "--state", state)
@@ -53,6 +54,16 @@ def test_two_keys_open_the_same_things_if_they_have_one_owner(cli: InProcess, st
     assert [key["name"] for key in found] == ["one", "new"]
     assert all("key" not in key for key in found)
     assert found[0]["created"].endswith("Z")
+
+
+def test_an_owner_that_no_key_has_is_refused(cli: InProcess, state: Path) -> None:
+    cli("keys", "create", "ann", "--state", state)
+    for owner in ("", "nobody"):
+        done = cli("keys", "create", "ann-2", "--owner", owner, "--state", state)
+        assert done.code == 1
+        assert f"There is no owner {owner!r}." in done.err
+        assert "tinsmith keys list" in done.err
+    assert "1 key\n" in cli("keys", "list", "--state", state).out
 
 
 def test_a_revoked_key_is_refused_and_listed_as_such(cli: InProcess, state: Path) -> None:

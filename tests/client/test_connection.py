@@ -189,6 +189,18 @@ def test_a_dead_server_is_reported_soon_and_given_up_when_the_budget_is_spent(
     client.close()
 
 
+def test_a_server_that_is_back_is_reported_once(
+    server: FakeServer, client: Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.script("get_info", Drop(), Drop(), Drop(), OK, OK)
+    with caplog.at_level(logging.WARNING, "tinsmith"):
+        client.call()
+        client.call()
+    away, back = (record.getMessage() for record in caplog.records)
+    assert "Trying again in" in away
+    assert back.startswith("The server answers again after ")
+
+
 def test_a_conflict_is_final_for_calls_the_server_does_not_recognise(server: FakeServer, client: Client) -> None:
     server.script("get_info", Reply(409, json={"detail": "already so"}))
     with pytest.raises(ConflictError):

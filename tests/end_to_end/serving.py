@@ -143,6 +143,20 @@ class ServerProcess:
         raise AssertionError("the request did not finish")
 
 
+def failed_start(state: Path, *options: str) -> str:
+    """What `tinsmith serve` says when it gives up."""
+    done = subprocess.run(
+        [COMMAND, "serve", "--port=0", f"--state={state}", *options],
+        capture_output=True,
+        text=True,
+        timeout=START_SECONDS,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 def wait_until(is_so: Callable[[], bool], seconds: float, complaint: str) -> None:
     end = time.monotonic() + seconds
     while not is_so():

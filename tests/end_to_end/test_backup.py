@@ -92,6 +92,7 @@ def test_a_copy_goes_to_no_place_where_it_would_do_harm(tmp_path: Path, models: 
         assert again.returncode == 1
         assert "--force" in again.stderr
         assert back_up(server, tmp_path / "copy", "--force").returncode == 0
+        assert (tmp_path / "copy" / "database-id").read_text() == (server.state / "database-id").read_text()
     command = [COMMAND, "backup", tmp_path / "other", "--state", tmp_path / "nothing"]
     nowhere = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert nowhere.returncode == 1

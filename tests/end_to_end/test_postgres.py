@@ -10,7 +10,7 @@ import pytest
 
 import tinsmith
 from tests.end_to_end.scripts import sentence
-from tests.end_to_end.serving import KEY, ServerProcess, wait_until
+from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
 from tests.server.postgres import Postgres
 
 MODEL = "tiny/model-1"
@@ -27,10 +27,15 @@ def postgres() -> Iterator[Postgres]:
 
 
 @pytest.fixture(scope="module")
+def database(postgres: Postgres) -> str:
+    return postgres.new_database()
+
+
+@pytest.fixture(scope="module")
 def server(
-    tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path], postgres: Postgres
+    tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path], database: str
 ) -> Iterator[ServerProcess]:
-    state, database = tmp_path_factory.mktemp("on-postgres"), postgres.new_database()
+    state = tmp_path_factory.mktemp("on-postgres")
     with ServerProcess(state, {MODEL: models[MODEL]}, f"--database={database}") as running:
         yield running
         assert not (state / "tinsmith.db").exists()
@@ -81,6 +86,28 @@ def test_a_run_outlives_every_process_and_is_resumed(server: ServerProcess, clie
     assert losses(submit(resumed, range(20, 30))) == pytest.approx(expected[20:], rel=1e-5)
 
 
+def test_a_wrong_database_or_folder_is_refused_and_nothing_is_lost(
+    server: ServerProcess,
+    client: tinsmith.ServiceClient,
+    postgres: Postgres,
+    database: str,
+    models: Mapping[str, Path],
+    tmp_path: Path,
+) -> None:
+    served = f"--model={MODEL}={models[MODEL]}"
+    model = client.create_lora_training_client(MODEL, rank=4, seed=1)
+    expected = losses(submit(model, range(3)))
+    told = failed_start(tmp_path / "other", served, f"--database={database}")
+    assert "Another server uses this database" in told
+    assert f"with the state folder {server.state}" in told
+    server.terminate()
+    for other in ([], [f"--database={postgres.new_database()}"]):
+        assert "belongs to another database" in failed_start(server.state, served, *other)
+    assert not (server.state / "tinsmith.db").exists()
+    server.start()
+    assert losses(submit(model, [0]))[0] < expected[0], "what it had learned is there"
+
+
 def test_a_restart_of_the_database_costs_only_time(
     server: ServerProcess, client: tinsmith.ServiceClient, postgres: Postgres
 ) -> None:
@@ -89,7 +116,7 @@ def test_a_restart_of_the_database_costs_only_time(
     worker = server.workers()
     postgres.stop()
     waiting = model.forward([sentence(tinsmith, 0)], "cross_entropy")
-    wait_until(lambda: "__main__ ERROR The database is out of reach" in server.log(), 60, "it was not noticed")
+    wait_until(lambda: "worker_process ERROR The database is out of reach" in server.log(), 60, "it was not noticed")
     postgres.start()
     assert losses([waiting])[0] < first[0]
     assert losses(submit(model, [3]))

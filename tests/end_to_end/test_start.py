@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import socket
-import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -13,11 +12,10 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import tinsmith
-from tests.end_to_end.serving import COMMAND, KEY, ServerProcess, wait_until
+from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
 from tinsmith.errors import RequestFailedError
 
 GOOD, BROKEN = "tiny/model-1", "tiny/broken"
-START_SECONDS = 60.0
 
 
 @pytest.fixture
@@ -26,18 +24,23 @@ def model(models: Mapping[str, Path], tmp_path: Path) -> Path:
     return Path(shutil.copytree(models[GOOD], tmp_path / "model"))
 
 
-def failed_start(state: Path, *options: str) -> str:
-    """What the command says when it gives up."""
-    done = subprocess.run(
-        [COMMAND, "serve", "--port=0", f"--state={state}", *options],
-        capture_output=True,
-        text=True,
-        timeout=START_SECONDS,
-        check=False,
-    )
-    assert done.returncode != 0
-    assert "Traceback" not in done.stderr
-    return done.stderr.splitlines()[-1]
+def test_what_makes_a_start_impossible_is_a_line_of_the_log_for_programs(tmp_path: Path) -> None:
+    line = json.loads(failed_start(tmp_path, "--log-format=json", "--model=/nothing"))
+    assert (line["level"], line["logger"]) == ("critical", "tinsmith.server")
+    assert "'/nothing' is not a folder" in line["message"]
+
+
+def test_the_log_tells_of_the_start_and_of_the_end(models: Mapping[str, Path], tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, {GOOD: models[GOOD]}, "--log-format=json", "--max-models=7") as server:
+        url = server.url
+    said = [json.loads(line)["message"] for line in server.log().splitlines()]
+    begins = f"Tinsmith {tinsmith.__version__} starts on 127.0.0.1"
+    (start,) = (message for message in said if message.startswith(begins))
+    assert str(tmp_path) in start
+    assert "7 models" in start
+    assert f"Loading {GOOD} ..." in said
+    assert f"Ready at {url}." in said
+    assert said[-2:] == ["SIGTERM: the server stops.", "Stopped."]
 
 
 def _without_weights(folder: Path) -> None:

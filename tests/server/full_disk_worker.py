@@ -1,27 +1,23 @@
-"""The worker as it is, on a disk that takes no adapter as long as there is a certain file."""
+"""The worker as it is, on a disk that has no room as long as there is a certain file."""
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
-from typing import Any
 
 from tinsmith.server import worker_process
-from tinsmith.server.engine import adapter_files
+from tinsmith.server.store import reserve
 
 IS_FULL = "TINSMITH_TEST_DISK_IS_FULL"
 
 
 def main() -> None:
-    real = adapter_files.write_adapter
+    real = reserve.free_bytes
 
-    def write(folder: Path, *rest: Any) -> None:
-        if Path(os.environ[IS_FULL]).exists():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        real(folder, *rest)
+    def free_bytes(folder: Path) -> int:
+        return 0 if Path(os.environ[IS_FULL]).exists() else real(folder)
 
-    adapter_files.write_adapter = write
+    reserve.free_bytes = free_bytes
     worker_process.main()
 
 

@@ -14,7 +14,7 @@ from tinsmith.server import logs
 
 @contextmanager
 def logged(style: logs.LogFormat, level: logs.LogLevel = "debug", **constants: str) -> Iterator[io.StringIO]:
-    loggers = [logging.getLogger(name) for name in ("", "tinsmith", "__main__")]
+    loggers = [logging.getLogger(name) for name in ("", "tinsmith")]
     handlers, levels = loggers[0].handlers[:], [logger.level for logger in loggers]
     stream = io.StringIO()
     try:

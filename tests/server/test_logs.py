@@ -40,11 +40,13 @@ def as_json(act: Callable[[], None], **constants: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "text", [NASTY, FORGED, "%s %d", "\n" * 1_000_000], ids=["nasty", "forged", "percent", "very long"]
 )
-def test_no_text_from_outside_makes_a_second_line(written: Written, text: str) -> None:
-    with logs.one_request():
+@pytest.mark.parametrize("style", ["text", "json"])
+def test_no_text_from_outside_makes_a_second_line(style: logs.LogFormat, text: str) -> None:
+    """Within the test, since pytest would listen otherwise, and cannot pass on what is no text."""
+    with logged(style) as stream, logs.one_request():
         logs.about(model_id=text, owner=text)
         log.info("from outside: %s", text, extra={"request_id": text})
-    (line,) = written()
+    (line,) = stream.getvalue().splitlines()
     assert line.isprintable()
     assert len(line) < 50_000
 

@@ -17,6 +17,7 @@ from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.snapshots import LostError
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store.records import Sampler
 
@@ -119,3 +120,16 @@ def test_a_checkpoint_is_read_from_its_folder(weights: SamplingWeights, engine: 
     assert weights.get(sampler(0, model_path=PATH), never) is found
     with pytest.raises(InvalidInputError, match="does not exist any more"):
         weights.get(sampler(1, model_path=PATH), never)
+
+
+@pytest.mark.parametrize("name", [adapter_files.WEIGHTS, adapter_files.FACTS])
+def test_a_damaged_checkpoint_is_not_sampled_from(
+    weights: SamplingWeights, engine: Engine, tmp_path: Path, name: str
+) -> None:
+    with CheckpointFolders(tmp_path / "checkpoints").writing(PATH) as folder:
+        adapter_files.write_adapter(folder, adapter(engine, 1), "tiny")
+        content = bytearray((folder / name).read_bytes())
+        content[-10] ^= 2
+        (folder / name).write_bytes(content)
+    with pytest.raises(LostError, match=f"are damaged on the server's disk .{name}"):
+        weights.get(sampler(0, model_path=PATH), never)

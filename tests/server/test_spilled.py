@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
+
+import pytest
 
 from tinsmith.server.spilled import SpilledWeights
 
@@ -20,6 +23,21 @@ def test_a_file_is_found_by_its_sampler_and_removed(tmp_path: Path) -> None:
     spilled.remove(SAMPLER)
     spilled.remove(SAMPLER)
     assert spilled.sampler_ids() == []
+
+
+def test_a_file_has_its_name_on_the_disk_before_anybody_relies_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spilled, real, flushed = SpilledWeights(tmp_path), os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        flushed.append((os.fstat(descriptor).st_ino, spilled.path(SAMPLER).exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with spilled.writing(SAMPLER) as file:
+        file.write_bytes(b"weights")
+    assert flushed == [(spilled.path(SAMPLER).stat().st_ino, False), (tmp_path.stat().st_ino, True)]
 
 
 def test_a_file_that_was_not_finished_is_never_found(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from tinsmith.errors import ConfigError
 from tinsmith.server import state_locks
-from tinsmith.server.state_locks import sole_use
+from tinsmith.server.state_locks import check_database, sole_use
 
 _WORKER = """
 import sys
@@ -78,3 +78,14 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Choose another with --state"), sole_use(tmp_path / "file" / "state"):
         raise AssertionError("there is no folder")
+
+
+def test_a_folder_takes_the_first_database_for_its_own_and_no_other_after_it(tmp_path: Path) -> None:
+    check_database(tmp_path, None)
+    for _ in range(2):
+        check_database(tmp_path, "mine")
+    for other in ("another", None):
+        with pytest.raises(ConfigError, match="belongs to another database, that with the id mine") as refused:
+            check_database(tmp_path, other)
+        assert f"delete {tmp_path / 'database-id'}" in str(refused.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["database-id"]

@@ -33,8 +33,11 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def processes(state: Path, folder: Path, **more: Path) -> AsyncIterator[WorkerProcesses]:
-    config = ServerConfig(models=(ModelSource(BASE, str(folder)),), state=state, dtype="float32")
+async def processes(
+    state: Path, folder: Path, *, stall_seconds: int = 3600, **more: Path
+) -> AsyncIterator[WorkerProcesses]:
+    source = ModelSource(BASE, str(folder))
+    config = ServerConfig(models=(source,), state=state, dtype="float32", stall_seconds=stall_seconds)
     store = Store(config.database_url)
     workers = WorkerProcesses(config, {BASE: folder, **more}, store)
     await workers.start()
@@ -100,7 +103,7 @@ def test_a_worker_is_woken_heard_and_replaced_when_it_dies(tmp_path: Path, tiny_
     run(scenario)
 
 
-def test_a_worker_that_meets_a_full_disk_says_so_until_there_is_room(
+def test_a_worker_says_which_model_waits_for_room_on_the_disk_until_there_is_some(
     tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = tmp_path / "full"
@@ -115,16 +118,18 @@ def test_a_worker_that_meets_a_full_disk_says_so_until_there_is_room(
         job = {"owner": "ann", "session_id": "s", "base_model": BASE, "model_id": "s:train:0", "seq_id": 1}
         saved = store.jobs.enqueue(NewJob(kind="save_weights", payload=body, **job)).request_id  # type: ignore[arg-type]
         async with processes(tmp_path, tiny_folder) as workers:
-            while workers.held_up(BASE) is None:  # noqa: ASYNC110 - it is asked by those who poll
+            while (reason := workers.held_up(BASE, "s:train:0")) is None:  # noqa: ASYNC110 - those who poll ask it
                 await asyncio.sleep(0.01)
-            assert workers.held_up(BASE) == "the server's disk is full; work goes on when there is room"
+            assert reason.startswith("A checkpoint of ")
+            assert reason.endswith(" does not fit: the server's disk has 0 KiB free; it is done when there is room")
+            assert workers.held_up(BASE, "s:train:1") is None
             assert workers.is_ready(BASE)
             assert store.results.statuses([saved])[saved].outcome is None
             full.unlink()
             while store.results.statuses([saved])[saved].outcome is None:  # noqa: ASYNC110 - nor does a store tell
                 await asyncio.sleep(0.01)
             assert isinstance(store.results.statuses([saved])[saved].outcome, Done)
-            while workers.held_up(BASE) is not None:  # noqa: ASYNC110 - it is told a moment later
+            while workers.held_up(BASE, "s:train:0") is not None:  # noqa: ASYNC110 - it is told a moment later
                 await asyncio.sleep(0.01)
         store.close()
 
@@ -147,6 +152,50 @@ def test_how_far_a_replay_is_can_be_seen_until_it_is_over(
             assert workers.replay("no such model") is None
 
     run(scenario)
+
+
+def test_a_worker_that_says_nothing_is_missed_until_it_speaks_again(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "SILENT_SECONDS", 3)
+
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            await workers.ready()
+            (worker,) = children()
+            os.kill(worker, signal.SIGSTOP)
+            while (missed := workers.held_up(BASE, "")) is None:  # noqa: ASYNC110 - it is asked by those who poll
+                await asyncio.sleep(0.01)
+            os.kill(worker, signal.SIGCONT)
+            assert missed.startswith("its worker has not been heard of for 3 s")
+            while workers.held_up(BASE, "") is not None:  # noqa: ASYNC110 - as above
+                await asyncio.sleep(0.01)
+            assert children() == [worker]
+
+    run(scenario)
+    assert "has not been heard of for 3 s; after 3603 s another one is started" in caplog.text
+
+
+def test_a_worker_that_says_nothing_for_too_long_is_replaced(
+    tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(keeper, "SILENT_SECONDS", 2)
+
+    async def scenario() -> None:
+        store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+        async with processes(tmp_path, tiny_folder, stall_seconds=2) as workers:
+            await workers.ready()
+            (worker,) = children()
+            os.kill(worker, signal.SIGSTOP)
+            while workers.is_ready(BASE):  # noqa: ASYNC110 - nothing tells when a process is gone
+                await asyncio.sleep(0.01)
+            await workers.ready()
+            assert worker not in children()
+            assert isinstance(await outcome(store, create_model(store, 0)), Done)
+        store.close()
+
+    run(scenario)
+    assert "was not heard of for 4 s and was killed; starting it again" in caplog.text
 
 
 def test_a_worker_that_is_still_loading_is_not_waited_for(tmp_path: Path, tiny_folder: Path) -> None:

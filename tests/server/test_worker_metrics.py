@@ -9,8 +9,8 @@ import pytest
 
 from tinsmith.server.engine.engine import EngineUsage
 from tinsmith.server.messages import Figure
-from tinsmith.server.store.records import Done, Job
-from tinsmith.server.worker_metrics import Told, WorkerMetrics, families
+from tinsmith.server.store.records import Done, Failed, Job
+from tinsmith.server.worker_metrics import Told, Worked, WorkerMetrics, families, worked
 
 WORK = "tinsmith_work_seconds_total"
 
@@ -65,6 +65,32 @@ def test_counters_do_not_go_back_when_a_worker_dies() -> None:
         life.metrics.tell()
         seen.append(value(told, WORK, operation="sample"))
     assert seen == [0, 2, 2, 2.5, 2.5, 3.5]
+
+
+def test_counters_begin_at_zero() -> None:
+    told = Told()
+    Life(told).metrics.tell()
+    found = {figure.place for figure in told.figures()}
+    assert found >= {
+        ("tinsmith_held_up_total", "disk"),
+        ("tinsmith_held_up_total", "database"),
+        ("tinsmith_snapshots_total", "failed"),
+        ("tinsmith_jobs_finished_total", "save_weights", "failed"),
+        ("tinsmith_wait_seconds_count", "sampling"),
+    }
+
+
+def test_a_job_that_was_over_a_limit_is_counted_as_that() -> None:
+    told = Told()
+    life = Life(told)
+    for reason in ("checkpoint_bytes", "InvalidInputError: path"):
+        life.metrics.finished("save_weights", Failed(error="no", category="user", reason=reason))
+    life.metrics.tell()
+    refused = [figure for figure in told.figures() if figure.name == "tinsmith_quota_refusals_total"]
+    assert refused == [Figure("tinsmith_quota_refusals_total", {"limit": "checkpoint_bytes"}, 1.0)]
+    (family,) = (one for one in families({"tiny": told.figures()}) if one.name == "tinsmith_jobs_finished")
+    assert family.samples
+    assert worked(told.figures()) == Worked(0.0, 2.0)
 
 
 def test_what_a_dead_worker_held_is_gone() -> None:
@@ -160,3 +186,14 @@ def test_telling_is_due_once_a_second_at_most(count: int) -> None:
     for _ in range(count):
         metrics.tell()
     assert not metrics.is_due
+
+
+def test_a_model_that_was_only_read_was_not_replayed() -> None:
+    told = Told()
+    metrics = Life(told).metrics
+    for operations in (0, 3, 0):
+        metrics.replayed(operations, 1.5)
+    metrics.tell()
+    assert value(told, "tinsmith_replays_total") == 1
+    assert value(told, "tinsmith_replayed_operations_total") == 3
+    assert value(told, "tinsmith_replay_seconds_total") == 1.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -34,6 +34,9 @@ class Workbench:
             base_model=BASE, folder=str(folder), database=f"sqlite:///{state / 'tinsmith.db'}", state=str(state)
         )
         self.replays: list[Replay] = []
+        self.no_room: Mapping[str, str] = {}
+        """The models that wait for room on the disk, and why."""
+        self.held_up: list[Exception] = []
         self.store = Store(self.settings.database)
         self.engine = Engine.open(folder, device="cpu", dtype="float32", kv_tokens=2048)
         self.died_of: Exception | None = None
@@ -47,7 +50,14 @@ class Workbench:
         bell = self._bell = os.fdopen(rung, "wb", buffering=0)
         store = Store(self.settings.database)
         worker = Worker(
-            self.settings, store, self.engine, Bell(heard), lambda done: None, tell_replay=self.replays.append
+            self.settings,
+            store,
+            self.engine,
+            Bell(heard),
+            lambda done: None,
+            tell_replay=self.replays.append,
+            tell_no_room=self._note_no_room,
+            tell_held_up=self.held_up.append,
         )
         thread = threading.Thread(target=self._run, args=(worker,))
         thread.start()
@@ -66,6 +76,9 @@ class Workbench:
             worker.abandon()
             self.died_of = error
             self._died.set()
+
+    def _note_no_room(self, reasons: Mapping[str, str]) -> None:
+        self.no_room = reasons
 
     def wait_for_its_death(self) -> None:
         assert self._died.wait(WAIT_SECONDS)

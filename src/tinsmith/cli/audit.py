@@ -31,7 +31,10 @@ class Since(click.ParamType):  # type: ignore[type-arg]  # generic only in later
     def convert(self, value: str | datetime, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
         if isinstance(value, str) and (span := _SPAN.fullmatch(value)):
             return datetime.now(UTC) - timedelta(**{_UNITS[span[2]]: int(span[1])})
-        return UTC_TIME.convert(value, param, ctx)
+        try:
+            return UTC_TIME.convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is no time. Give 90m, 12h, 7d or 4w, or a date such as 2026-01-31.", param, ctx)
 
 
 @click.command("audit")
@@ -77,7 +80,7 @@ def command(
         [
             event.time.strftime("%Y-%m-%d %H:%M:%S"),
             event.event,
-            event.outcome,
+            _outcome(event),
             _object(event),
             names.get(event.key_id or 0, str(event.key_id or "")),
             event.owner,
@@ -85,7 +88,11 @@ def command(
         ]
         for event in found
     ]
-    emit_table(f"{len(rows)} events", ("Time (UTC)", "Event", "Outcome", "What", "Key", "Owner", "From"), rows)
+    emit_table(
+        f"{len(rows)} {'event' if len(rows) == 1 else 'events'}",
+        ("Time (UTC)", "Event", "Outcome", "What", "Key", "Owner", "From"),
+        rows,
+    )
 
 
 def _key_ids(store: Store, name: str) -> list[int]:
@@ -93,6 +100,11 @@ def _key_ids(store: Store, name: str) -> list[int]:
     if not found:
         raise CommandFailed(f"There is no key {name!r}.", remedy="`tinsmith keys list` shows those there are.")
     return found
+
+
+def _outcome(event: AuditEvent) -> str:
+    reason = event.details.get("reason")
+    return f"{event.outcome} ({reason})" if reason else event.outcome
 
 
 def _object(event: AuditEvent) -> str:

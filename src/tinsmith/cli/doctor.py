@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from tinsmith.cli.failures import FAILED
@@ -10,8 +12,14 @@ from tinsmith.cli.output import emit, emit_json, printable
 
 
 @click.command("doctor")
+@click.option(
+    "--state",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="That of `tinsmith serve`; else TINSMITH_STATE or ~/.tinsmith.",
+)
 @click.pass_context
-def command(ctx: click.Context) -> None:
+def command(ctx: click.Context, state: Path | None) -> None:
     """Check this installation, the key and the server, and say what to do.
 
     Nothing is changed or started. A warning is no hindrance; with a fault something does not work, and the exit code
@@ -25,7 +33,7 @@ def command(ctx: click.Context) -> None:
     options: Options = ctx.obj
     with TorchProbe() as torch:  # which takes its time, while the others are asked
         local = is_local(options)
-        places, served = check_places(needed=local), check_server(options)
+        places, served = check_places(state, needed=local or state is not None), check_server(options)
         checks = [*check_install(needs_server=local), torch.check(needed=local), *served, *places]
     faults, warnings = (sum(check.status == status for check in checks) for status in (FAULT, WARNING))
     if options.wants_json:

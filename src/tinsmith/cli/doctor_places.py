@@ -15,9 +15,9 @@ LITTLE_BYTES, TOO_LITTLE_BYTES = 5 << 30, 1 << 30
 """The embedded model takes 700 MB, and checkpoints want room, too."""
 
 
-def check_places(*, needed: bool) -> list[Check]:
+def check_places(state: Path | None, *, needed: bool) -> list[Check]:
     """`needed`: whether this machine is the one that runs the models."""
-    state = state_folder()
+    state = state_folder() if state is None else state.absolute()
     return [_cache(), _embedded(), _state(state, needed), _disk(state, needed)]
 
 
@@ -65,7 +65,7 @@ def _disk(folder: Path, needed: bool) -> Check:
     existing = _nearest_existing(folder)
     free = shutil.disk_usage(existing).free
     told = f"{shown.size(free)} free at {existing}"
-    remedy = "Make room, or set TINSMITH_STATE to a folder on another disk."
+    remedy = "Make room, or use a folder on another disk: TINSMITH_STATE, or --state of `tinsmith serve`."
     if free < TOO_LITTLE_BYTES and needed:
         return fault("Disk", told, remedy)
     return warning("Disk", told, remedy) if free < LITTLE_BYTES else ok("Disk", told)

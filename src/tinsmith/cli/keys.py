@@ -32,20 +32,23 @@ def command() -> None:
 @click.option(
     "--owner",
     metavar="OWNER",
-    default="",
     help="Whose runs and checkpoints it opens: those of another key's owner, or 'local' for what was made before there "
     "were keys. A new owner by default.",
 )
 @click.option("--note", "remark", default="", metavar="TEXT", help="To remember what it is for.")
 @place_options
 @click.pass_obj
-def create(options: Options, name: str, owner: str, remark: str, state: Path | None, database: str) -> None:
+def create(options: Options, name: str, owner: str | None, remark: str, state: Path | None, database: str) -> None:
     """Make a key and print it. This is the only time it can be seen."""
     with opened_store(state, database, may_create=True) as store:
-        is_first = not store.keys.all()
-        made = store.keys.create(owner, name, remark, address=_command_line())
-    if is_first:
-        note("This is the first key: from now on the server takes no others.")
+        owners = {key.owner for key in store.keys.all()}
+        _check_owner(owner, owners)
+        made = store.keys.create(owner or "", name, remark, address=_command_line())
+    if not owners:
+        note(
+            "This is the first key: from now on the server takes no others. What was made before opens with: "
+            "tinsmith keys create NAME --owner local"
+        )
     if options.wants_json:
         emit_json({**_shown(made.key), "key": made.plain})
     else:
@@ -78,7 +81,11 @@ def list_keys(options: Options, owner: str | None, state: Path | None, database:
         ]
         for key in found
     ]
-    emit_table(f"{len(rows)} keys", ("Key ID", "Name", "Owner", "Ends In", "Note", "Created", "Revoked"), rows)
+    emit_table(
+        f"{len(rows)} {'key' if len(rows) == 1 else 'keys'}",
+        ("Key ID", "Name", "Owner", "Ends In", "Note", "Created", "Revoked"),
+        rows,
+    )
 
 
 @command.command("revoke")
@@ -86,7 +93,7 @@ def list_keys(options: Options, owner: str | None, state: Path | None, database:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @place_options
 def revoke(key_id: int, yes: bool, state: Path | None, database: str) -> None:
-    """Refuse a key from now on. A running server does so within seconds."""
+    """Refuse a key from now on. A running server does so at once."""
     if not yes:
         check_can_ask()
     with opened_store(state, database) as store:
@@ -100,6 +107,18 @@ def revoke(key_id: int, yes: bool, state: Path | None, database: str) -> None:
         if not yes:
             confirm(f"Key {key_id}, {key.name!r} of {key.owner}, will be refused for ever.", "Revoke it?")
         store.keys.revoke(key_id, address=_command_line())
+
+
+def _check_owner(owner: str | None, known: set[str]) -> None:
+    """A mistyped one would get a key that opens nothing, and lock out whoever is given it."""
+    from tinsmith.server.store import LOCAL_OWNER
+
+    if owner is None or owner in {*known, LOCAL_OWNER}:
+        return
+    raise CommandFailed(
+        f"There is no owner {owner!r}.",
+        remedy="`tinsmith keys list` shows those there are. Without --owner, the key gets a new one.",
+    )
 
 
 def _command_line() -> str:

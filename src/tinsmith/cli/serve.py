@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
+from tinsmith.cli.failures import FAILED
 from tinsmith.cli.output import emit
 
 
@@ -59,13 +63,13 @@ from tinsmith.cli.output import emit
     default=1000,
     show_default=True,
     metavar="NUMBER",
-    help="Models that one key may have.",
+    help="Models that one owner may have.",
 )
 @click.option(
     "--max-checkpoints-gib",
-    type=click.IntRange(min=1),
+    type=click.FloatRange(min=0, min_open=True),
     metavar="GIB",
-    help="What the checkpoints of one key may take up; no limit by default.",
+    help="What the checkpoints of one owner may take up; no limit by default.",
 )
 @click.option(
     "--max-queued",
@@ -73,7 +77,7 @@ from tinsmith.cli.output import emit
     default=50_000,
     show_default=True,
     metavar="NUMBER",
-    help="Operations of one key that may wait.",
+    help="Operations of one owner that may wait.",
 )
 @click.option(
     "--max-queued-mib",
@@ -89,7 +93,7 @@ from tinsmith.cli.output import emit
     default=4096,
     show_default=True,
     metavar="NUMBER",
-    help="Requests of one key that are served at once.",
+    help="Requests of one owner that are served at once.",
 )
 @click.option(
     "--device",
@@ -144,7 +148,7 @@ def command(
     stall_timeout: int,
     replay_bound: float,
     max_models: int,
-    max_checkpoints_gib: int | None,
+    max_checkpoints_gib: float | None,
     max_queued: int,
     max_queued_mib: int,
     max_open_requests: int,
@@ -161,32 +165,48 @@ def command(
     try:
         from tinsmith.server import logs
         from tinsmith.server.config import ServerConfig
+        from tinsmith.server.embedded import prepared
         from tinsmith.server.main import serve
         from tinsmith.server.models import parse_source
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "server", "Serving") from error
     logs.configure(log_format, log_level)  # type: ignore[arg-type]
-    config = ServerConfig(
-        models=tuple(map(parse_source, models)),
-        host=host,
-        port=port,
-        state=(state or Path.home() / ".tinsmith").absolute(),
-        database=database,
-        api_keys=api_keys,
-        token_exchange=token_exchange,
-        session_timeout_seconds=session_timeout,
-        stall_seconds=stall_timeout,
-        replay_bound_seconds=replay_bound,
-        max_models=max_models,
-        max_checkpoint_bytes=None if max_checkpoints_gib is None else max_checkpoints_gib * 2**30,
-        max_queued_requests=max_queued,
-        max_queued_bytes=max_queued_mib * 2**20,
-        max_open_requests=max_open_requests,
-        device=device,  # type: ignore[arg-type]
-        dtype=dtype,  # type: ignore[arg-type]
-        deterministic=deterministic,
-        log_format=log_format,  # type: ignore[arg-type]
-        log_level=log_level,  # type: ignore[arg-type]
-        audit_days=audit_days,
-    )
-    serve(config, on_ready=lambda address: emit(f"Tinsmith is ready at {address}\n"))
+    with _errors_in_the_log(log_format):
+        config = ServerConfig(
+            models=tuple(prepared(parse_source(model)) for model in models),
+            host=host,
+            port=port,
+            state=(state or Path.home() / ".tinsmith").absolute(),
+            database=database,
+            api_keys=api_keys,
+            token_exchange=token_exchange,
+            session_timeout_seconds=session_timeout,
+            stall_seconds=stall_timeout,
+            replay_bound_seconds=replay_bound,
+            max_models=max_models,
+            max_checkpoint_bytes=None if max_checkpoints_gib is None else int(max_checkpoints_gib * 2**30),
+            max_queued_requests=max_queued,
+            max_queued_bytes=max_queued_mib * 2**20,
+            max_open_requests=max_open_requests,
+            device=device,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
+            deterministic=deterministic,
+            log_format=log_format,  # type: ignore[arg-type]
+            log_level=log_level,  # type: ignore[arg-type]
+            audit_days=audit_days,
+        )
+        serve(config, on_ready=lambda address: emit(f"Tinsmith is ready at {address}\n"))
+
+
+@contextmanager
+def _errors_in_the_log(log_format: str) -> Iterator[None]:
+    """In a log for programs, what makes a start impossible is a line like others."""
+    from tinsmith.errors import TinkerError
+
+    try:
+        yield
+    except TinkerError as error:
+        if log_format != "json":
+            raise
+        logging.getLogger("tinsmith.server").critical("%s", error)
+        click.get_current_context().exit(FAILED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,11 +35,12 @@ def place_options(function: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def opened_store(state: Path | None, database: str, *, may_create: bool = False) -> Iterator[Store]:
-    from tinsmith.errors import ConfigError, MissingExtraError
+    from tinsmith.errors import MissingExtraError
 
     try:
         from tinsmith.server.config import DATABASE_FILE
-        from tinsmith.server.store import Store, StoreUnavailableError
+        from tinsmith.server.store import StoreUnavailableError
+        from tinsmith.server.store.reserve import is_full
     except ImportError as error:
         raise MissingExtraError(error.name or "sqlalchemy", "server", "Looking into the state of a server") from error
     file = (state or Path.home() / ".tinsmith").absolute() / DATABASE_FILE
@@ -48,11 +49,26 @@ def opened_store(state: Path | None, database: str, *, may_create: bool = False)
             f"{file.parent} is no server's state folder.", remedy="Give the --state or --database of `tinsmith serve`."
         )
     try:
-        store = Store(database or f"sqlite:///{file}")
+        with closing(_opened(database or f"sqlite:///{file}")) as store:
+            yield store
     except StoreUnavailableError as error:
+        if not is_full(error):
+            raise
+        raise CommandFailed(
+            f"The disk of {file.parent} is full: nothing can be written.",
+            remedy="Make room there and run the command again.",
+        ) from error
+
+
+def _opened(url: str) -> Store:
+    from tinsmith.errors import ConfigError
+    from tinsmith.server.store import Store, StoreUnavailableError
+    from tinsmith.server.store.reserve import is_full
+
+    try:
+        return Store(url)
+    except StoreUnavailableError as error:
+        if is_full(error):
+            raise
         reason = str(error.orig).strip().partition("\n")[0]
         raise ConfigError(f"The database cannot be opened: {reason}. Check --state or --database.") from error
-    try:
-        yield store
-    finally:
-        store.close()

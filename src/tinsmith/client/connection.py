@@ -118,6 +118,8 @@ class Connection:
         self._on_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._reporter: TelemetryReporter | None = None
         self._warned_at = -math.inf
+        self._away_since: float | None = None
+        """When the server could not be reached for the first time, if the user was told."""
 
     # Sending
 
@@ -247,6 +249,9 @@ class Connection:
         self.hooks.emit(Attempt(call.method, path, number, status, error, elapsed, pause))
         if isinstance(outcome, Exception) and pause is not None:
             self.tell_pause(outcome, pause)
+        elif self._away_since is not None and not isinstance(outcome, Exception):
+            logger.warning("The server answers again after %.0f s.", self.clock.now() - self._away_since)
+            self._away_since = None
 
     def tell_pause(self, error: Exception, pause: float) -> None:
         """At once, then at most every ten seconds: a dead server must not go unnoticed, nor fill the log."""
@@ -255,6 +260,8 @@ class Connection:
         now = self.clock.now()
         if now - self._warned_at >= WARNING_INTERVAL_SECONDS:
             self._warned_at = now
+            if self._away_since is None and isinstance(error, APIConnectionError):
+                self._away_since = now
             # As text: a handler that keeps records would keep the error's frames, and with them the client.
             logger.warning("%s Trying again in %.1f s.", _shortened(str(error)), pause)
 

@@ -28,7 +28,8 @@ from tinsmith.server.config import ServerConfig
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.outage import first_line
-from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, OverLimitError, Paperwork
+from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, Paperwork
+from tinsmith.server.reasons import reason
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes import ENDPOINTS
 from tinsmith.server.routes._body import Body
@@ -37,6 +38,7 @@ from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.tidying import Tidying
 from tinsmith.server.waiting import Waiting, Workers
+from tinsmith.server.worker_metrics import worked
 
 log = logging.getLogger(__name__)
 access = logging.getLogger("tinsmith.server.access")
@@ -120,6 +122,7 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
             config.max_queued_bytes,
             lambda: asyncio.get_running_loop().run_in_executor(storing, store.jobs.queued),
             lambda *number: asyncio.get_running_loop().run_in_executor(storing, store.jobs.is_awaited, *number),
+            lambda: worked(figure for name in models for figure in workers.figures(name)),
         ),
         refusals=Counter(),
         paperwork=Paperwork(config.max_paperwork_bytes, config.paperwork_bytes_per_second),
@@ -192,10 +195,10 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
         with services.open_requests.one_more(caller.owner), memory:
             return await _audited(endpoint, Call(request, caller, services, memory))
     except APIStatusError as error:
-        if isinstance(error, OverLimitError):
-            services.refusals[error.limit] += 1
+        _note_refusal(error, services)
         return _refusal(error.status_code, error.message, error.retry_after)
     except InvalidInputError as error:
+        _note_refusal(error, services)
         return _refusal(422, error.message)
     except RecursionError:
         return _refusal(422, "The body is nested too deeply.")
@@ -203,7 +206,7 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
         return Response(status_code=_CLIENT_GONE)
     except (StoreUnavailableError, TimeoutError) as error:
         metrics.count_database_error()
-        log.error("%s %s: the database is out of reach or full: %s", endpoint.method, endpoint.path, first_line(error))
+        logs.about(reason=f"the database is out of reach or full: {first_line(error)}")
         if endpoint.when_away is not None:
             return await endpoint.when_away()
         detail = "The server's database is out of reach or full. Send the request again."
@@ -213,13 +216,17 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
         return _refusal(500, "The server failed. Its log says why; the request may be sent again.")
 
 
+def _note_refusal(error: APIStatusError | InvalidInputError, services: Services) -> None:
+    services.count_refusal(error)
+    logs.about(reason=reason(error))
+
+
 async def _audited(endpoint: Endpoint, call: Call) -> Response:
     """To be refused something that would have been an event of the audit trail is one too."""
     try:
         return await endpoint.answer(call)
     except (APIStatusError, InvalidInputError) as error:
-        status = error.status_code if isinstance(error, APIStatusError) else 422
-        event = audit.refused(call, endpoint.answer.__name__, status)
+        event = audit.refused(call, endpoint.answer.__name__, error)
         if event is not None:
             call.services.paperwork.charge(call.owner, 0)
             await call.stored(call.store.audit.record, event)

@@ -8,13 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from tinsmith.errors import APIStatusError, InvalidInputError
 from tinsmith.server.logs import printable
+from tinsmith.server.reasons import reason
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import (
     CheckpointKey,
     CheckpointKind,
     Done,
     EventOutcome,
+    Failed,
     Job,
     NewEvent,
     NewJob,
@@ -81,21 +84,24 @@ def done(call: Call, event: str, key: CheckpointKey | None = None, **details: An
     )
 
 
-def refused(call: Call, endpoint: str, status: int) -> NewEvent | None:
+def refused(call: Call, endpoint: str, error: APIStatusError | InvalidInputError) -> NewEvent | None:
     """A request that was turned down, if it would have been an event; with what its path names, which may not exist."""
     event = _OF_ENDPOINTS.get(endpoint)
+    status = error.status_code if isinstance(error, APIStatusError) else 422
     if event is None or status not in _REFUSALS:
         return None
     named = {name: printable(str(value)) for name, value in call.request.path_params.items()}
-    return NewEvent(event=event, outcome="refused", details={"status": status, **named}, **_who(call))
+    details = {"status": status, "reason": reason(error), **named}
+    return NewEvent(event=event, outcome="refused", details=details, **_who(call))
 
 
-def submitted(call: Call, job: NewJob, *, is_refused: bool) -> NewEvent | None:
+def submitted(call: Call, job: NewJob, refusal: Failed | None = None) -> NewEvent | None:
     """An operation that was taken into the queue or, as it cannot be done, only written down."""
     if job.kind not in _OF_JOBS or job.seq_id is None:
         return None
     request_id = ids.request_id(job.stream, job.seq_id)
-    return _of_job(job, request_id, "refused" if is_refused else "accepted", **_who(call))
+    details = _why(refusal) if refusal else {}
+    return _of_job(job, request_id, "refused" if refusal else "accepted", details, **_who(call))
 
 
 def _who(call: Call) -> dict[str, Any]:
@@ -115,7 +121,8 @@ def finished(job: Job, outcome: Outcome) -> NewEvent | None:
     """An operation that its worker is through with."""
     if job.kind not in _OF_JOBS:
         return None
-    return _of_job(job, job.request_id, "done" if isinstance(outcome, Done) else "failed", owner=job.owner)
+    details = _why(outcome) if isinstance(outcome, Failed) else {}
+    return _of_job(job, job.request_id, "done" if isinstance(outcome, Done) else "failed", details, **_whose(job))
 
 
 def given_up(status: Status) -> NewEvent | None:
@@ -123,14 +130,26 @@ def given_up(status: Status) -> NewEvent | None:
     if status.kind not in _OF_JOBS:
         return None
     details = {"request_id": status.request_id}
-    return NewEvent(owner=status.owner, event=_OF_JOBS[status.kind], outcome="failed", details=details)
+    if isinstance(status.outcome, Failed):
+        details |= _why(status.outcome)
+    return NewEvent(event=_OF_JOBS[status.kind], outcome="failed", details=details, **_whose(status))
 
 
-def _of_job(job: NewJob | Job, request_id: str, outcome: EventOutcome, **who: Any) -> NewEvent | None:
+def _whose(job: Job | Status) -> dict[str, Any]:
+    return {"owner": job.owner, "key_id": job.key_id}
+
+
+def _why(failed: Failed) -> dict[str, str]:
+    return {"category": failed.category, **({"reason": failed.reason} if failed.reason else {})}
+
+
+def _of_job(
+    job: NewJob | Job, request_id: str, outcome: EventOutcome, more: Mapping[str, str], **who: Any
+) -> NewEvent | None:
     name = msgspec.json.decode(job.payload, type=_Named).path if job.payload else None
     if job.kind == "save_weights_for_sampler" and job.payload and name is None:
         return None  # a sampler in memory, as every step of reinforcement learning makes one
-    details = {"request_id": request_id}
+    details = {"request_id": request_id, **more}
     tinker_path = None
     if name is not None and job.model_id is not None and job.kind in _SAVED:
         tinker_path = ids.tinker_path(job.model_id, _SAVED[job.kind], name)

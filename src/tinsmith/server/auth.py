@@ -89,8 +89,6 @@ class Authority:
         self._store = store
         self._now = now
         for number, key in enumerate(config.api_keys, start=1):
-            if not key.startswith("tml-"):
-                log.warning("API key %d does not start with 'tml-': clients refuse to send it.", number)
             store.keys.register(key, f"configured-{number}", address=command_line())
         if not config.is_loopback and not store.keys.all():
             raise ConfigError(

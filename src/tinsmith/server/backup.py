@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import DATABASE_FILE
+from tinsmith.server.state_locks import DATABASE_ID
 from tinsmith.server.store import Store
+from tinsmith.server.store.database import make_private
 from tinsmith.server.store.records import Snapshots
 
 SECRET = "secret"
@@ -38,9 +40,11 @@ class Known(NamedTuple):
 
 
 def back_up(state: Path, folder: Path, on_progress: OnProgress = lambda name, done, total: None) -> Known:
-    """Fills an empty folder with a copy of a state folder that a server may be using."""
-    if (state / SECRET).exists():
-        shutil.copy2(state / SECRET, folder)
+    """Fills an empty folder with a copy of a state folder that a server may be using, for its owner alone."""
+    folder.chmod(0o700)
+    for name in (SECRET, DATABASE_ID):
+        if (state / name).exists():
+            shutil.copy2(state / name, folder)
     known = _copy_database(state, folder)
     for _ in range(MAX_TRIES):
         _copy_files(state, folder, on_progress)
@@ -57,6 +61,7 @@ def back_up(state: Path, folder: Path, on_progress: OnProgress = lambda name, do
 def _copy_database(state: Path, folder: Path) -> Known:
     copy = folder / DATABASE_FILE
     copy.unlink(missing_ok=True)
+    make_private(copy)
     with (
         closing(sqlite3.connect(f"{(state / DATABASE_FILE).as_uri()}?mode=ro", uri=True)) as source,
         closing(sqlite3.connect(copy)) as target,

@@ -178,7 +178,7 @@ def _replace(new: Path, target: Path, enter: Callable[[], object]) -> None:
     # A folder cannot be renamed onto another one. Between the two renames there is none; tidy() knows what to do.
     replaced = _set_aside(target, _REPLACED, target.name) if target.exists() else None
     os.rename(new, target)
-    _flush_folder(target.parent)
+    flush_folder(target.parent)
     try:
         enter()
     except BaseException:
@@ -209,10 +209,11 @@ def _flush(folder: Path) -> None:
         if file.is_file():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
-    _flush_folder(folder)
+    flush_folder(folder)
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
+    """What was renamed in it is so after a power cut, too."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)

@@ -86,24 +86,24 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Of a larger result, a client that allows it first learns the size, so that it can plan its memory."""
 
     max_models: int = 1000
-    """Models of one key that can be worked on."""
+    """Models of one owner that can be worked on."""
 
     max_checkpoint_bytes: int | None = None
-    """From how many bytes on a key may save no more checkpoints; `None` means as much as the disk holds."""
+    """What the checkpoints of one owner may take up; `None` means as much as the disk holds."""
 
     max_queued_requests: int = 50_000
     max_queued_bytes: int = 2048 * _MIB
-    """What of one key may wait to be done."""
+    """What of one owner may wait to be done."""
 
     max_paperwork_bytes: int = 64 * _MIB
     paperwork_bytes_per_second: int = 4096
-    """Records of one key that no work is done for, such as refusals: at once, and how much more as time passes."""
+    """Records of one owner that no work is done for, such as refusals: at once, and how much more as time passes."""
 
     max_open_requests: int = 4096
-    """Requests of one key that are served at once; each result that is waited for is one."""
+    """Requests of one owner that are served at once; each result that is waited for is one."""
 
     max_incoming_bytes: int = 512 * _MIB
-    """Of one key: bodies that are being received and unpacked."""
+    """Of one owner: bodies that are being received and unpacked."""
 
     max_body_bytes: int = 64 * _MIB
     max_decompressed_bytes: int = 256 * _MIB
@@ -117,6 +117,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ConfigError(f"Two models have the same name: {', '.join(names)}. Use NAME=FOLDER to rename one.")
+        for number, key in enumerate(self.api_keys, start=1):
+            if not key.startswith("tml-"):  # it is not told: what is no key may be a password
+                raise ConfigError(f"The API key number {number} must start with 'tml-': clients send no others.")
 
     @property
     def database_url(self) -> str:

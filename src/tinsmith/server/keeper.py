@@ -27,6 +27,8 @@ STOP_SECONDS = 45.0
 """For its step, and for writing down its models."""
 HELD_UP_SECONDS = 10.0
 """For so long a worker is believed that could not work."""
+SILENT_SECONDS = 20
+"""After so long without a word something is wrong with a worker, for it speaks every second."""
 
 # Both are read once, when the process starts and torch loads.
 WORKER_ENVIRONMENT = {
@@ -71,15 +73,18 @@ class Keeper:
         self._woken = False
         self._stopping = False
         self._held_up: tuple[str, float] | None = None
+        self._silent_seconds = 0
+        self._no_room: dict[str, str] = {}
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._name}")
 
-    @property
-    def held_up(self) -> str | None:
-        """What the worker waits for; it says so again and again as long as it does."""
+    def held_up(self, model_id: str) -> str | None:
+        """What the worker waits for, with all its work, which it says again and again, or with that of this model."""
+        if self._silent_seconds >= SILENT_SECONDS:
+            return f"its worker has not been heard of for {self._silent_seconds} s; if that lasts, another is started"
         if self._held_up is None or time.monotonic() - self._held_up[1] > HELD_UP_SECONDS:
-            return None
+            return self._no_room.get(model_id)
         return self._held_up[0]
 
     def wake(self) -> None:
@@ -130,7 +135,8 @@ class Keeper:
 
         It is told how the last one ended that had jobs to run.
         """
-        self._last_words, self._was_useful, self.replay, self._held_up = Message(), False, None, None
+        self._last_words, self._was_useful, self.replay = Message(), False, None
+        self._held_up, self._no_room, self._silent_seconds = None, {}, 0
         self.told.begin_anew()
         status = None
         try:
@@ -154,6 +160,7 @@ class Keeper:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process = process
+        listening = asyncio.create_task(self._listen(process))
         try:
             settings = msgspec.structs.replace(self._settings, last_status=last_status)
             process.stdin.write(msgspec.json.encode(settings) + b"\n")
@@ -161,9 +168,32 @@ class Keeper:
                 self._heard(line)
             return await process.wait()
         finally:
+            listening.cancel()
             self._process = None
 
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Ends a worker that can neither work nor end itself: its whole process is stopped, or hangs in the system.
+
+        Silence is counted second by second, so that a pause of this process does not count as one of the worker.
+        """
+        most = self._settings.stall_seconds + SILENT_SECONDS  # the worker's own watchdog, which tells more, comes first
+        while self._silent_seconds < most:
+            await asyncio.sleep(1)
+            self._silent_seconds += self.is_ready
+            if self._silent_seconds == SILENT_SECONDS:
+                log.warning(
+                    "The worker of %s has not been heard of for %d s; after %.0f s another one is started.",
+                    self._name,
+                    SILENT_SECONDS,
+                    most,
+                    extra=self._whose,
+                )
+        self._last_words = Message(failed=f"it was not heard of for {self._silent_seconds} s and was killed")
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+
     def _heard(self, line: bytes) -> None:
+        self._silent_seconds = 0
         try:
             message = msgspec.json.decode(line, type=Message)
         except msgspec.DecodeError:
@@ -178,9 +208,11 @@ class Keeper:
             self.replay = message.replay if message.replay.replayed < message.replay.total else None
         elif message.held_up:
             self._held_up = message.held_up, time.monotonic()
+        elif message.no_room is not None:
+            self._no_room = message.no_room
         elif message.figures:
             self.told.hear(message.figures)
-        else:
+        elif message.done:
             self._was_useful, self._held_up = True, None
             self._hear(message.done)
 

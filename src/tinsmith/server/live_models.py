@@ -18,13 +18,17 @@ from safetensors import SafetensorError
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter
-from tinsmith.server.full_disk import raise_if_full
+from tinsmith.server.engine.damage import DamagedError
+from tinsmith.server.full_disk import Disk, DiskFullError
 from tinsmith.server.messages import Replay
+from tinsmith.server.outage import Outage
 from tinsmith.server.sampling_weights import SamplingWeights
-from tinsmith.server.snapshots import DamagedError, LostError, SnapshotFolders
+from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.store import Store, ids
-from tinsmith.server.store.records import Failed, Job, Model
+from tinsmith.server.store.records import CheckpointKey, Done, Failed, Job, Model
 from tinsmith.server.worker_metrics import WorkerMetrics
+from tinsmith.types import LoadWeightsResponse
+from tinsmith.wire import json
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +42,8 @@ RETRY_SECONDS = 10.0
 REPLAYED_AT_ONCE = 50
 TELL_SECONDS = 1.0
 LOG_SECONDS = 10.0
+
+_CANNOT_WRITE = (OSError, SafetensorError, DiskFullError)
 
 
 @dataclass
@@ -55,6 +61,11 @@ class _Live:
     retry_at: float = 0.0
     """When the next one may be tried, after one that failed."""
     used: float = field(default_factory=time.monotonic)
+
+    @property
+    def bytes_on_disk(self) -> int:
+        """Weights and moments, and the gradient if there is one."""
+        return 4 * self.adapter.layout.size * (4 if self.adapter.has_gradient else 3)
 
     @property
     def is_affordable(self) -> bool:
@@ -84,6 +95,7 @@ class LiveModels:
         self,
         store: Store,
         snapshots: SnapshotFolders,
+        disk: Disk,
         weights: SamplingWeights,
         new_adapter: Callable[[Model], Adapter],
         size: Callable[[Model], int],
@@ -95,6 +107,7 @@ class LiveModels:
     ) -> None:
         self._store = store
         self._snapshots = snapshots
+        self._disk = disk
         self._weights = weights
         self._new_adapter = new_adapter
         self._size = size
@@ -107,10 +120,19 @@ class LiveModels:
         self._live: dict[str, _Live] = {}
         self._sizes: dict[str, int] = {}
         self._lost: dict[str, InvalidInputError] = {}
+        self._unwritten = Outage(log, over="Snapshots are written again")
 
     def __len__(self) -> int:
         """How many are in memory."""
         return len(self._live)
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._live
+
+    def bytes_on_disk(self, model_id: str, most: int) -> int:
+        """What all of a model takes up, which is known exactly of one that is in memory, and else is `most`."""
+        live = self._live.get(model_id)
+        return most if live is None else live.bytes_on_disk
 
     def begin(self, model: Model) -> Adapter:
         """A model that has no history yet."""
@@ -164,12 +186,12 @@ class LiveModels:
             try:
                 done = self._beginning(model) if seq_id is None else self._read_snapshot(model.model_id, seq_id, live)
                 self._replay_all(model.model_id, live, done)
-            except (DamagedError, FileNotFoundError, SafetensorError) as error:
+            except DamagedError as error:
                 damaged[seq_id] = str(error)
                 start = "its beginning" if seq_id is None else f"its snapshot after operation {seq_id}"
                 log.error("%s cannot be built from %s: %s", model.model_id, start, error)
             else:
-                self._forget_damaged(model.model_id, [each for each in damaged if each is not None])
+                self._mend(model, live, [each for each in damaged if each is not None])
                 return live
         raise self._lost_error(model, damaged)
 
@@ -188,7 +210,7 @@ class LiveModels:
         raise DamagedError("what was done to it since its beginning is not kept any more")
 
     def _read_snapshot(self, model_id: str, seq_id: int, live: _Live) -> int:
-        folder = self._snapshots.checked(model_id, seq_id)
+        folder = self._snapshots.folder(model_id, seq_id)
         try:
             adapter_files.read_adapter(folder, live.adapter, with_optimizer=True)
         except InvalidInputError as error:
@@ -197,7 +219,7 @@ class LiveModels:
 
     def _replay_all(self, model_id: str, live: _Live, done: int) -> None:
         """What was done after operation `done`, as far as `live.seq_id`."""
-        started, replayed, whose = time.perf_counter(), 0, {"model_id": model_id}
+        started, replayed = time.perf_counter(), 0
         progress = _Progress(model_id, self._store.jobs.count_history(model_id, done, live.seq_id + 1), self._tell)
         try:
             while due := self._due(model_id, done, live.seq_id):
@@ -210,7 +232,9 @@ class LiveModels:
             progress.is_over()
         live.is_changed, live.work_seconds = replayed > 0, time.perf_counter() - started
         self.metrics.replayed(replayed, live.work_seconds)
-        log.info("Rebuilt %s in %.2f s: replayed %d operations.", model_id, live.work_seconds, replayed, extra=whose)
+        level = logging.INFO if replayed else logging.DEBUG  # to read a snapshot is nothing to speak of
+        said = f"Rebuilt {model_id} in {live.work_seconds:.2f} s: replayed {replayed} operations."
+        log.log(level, said, extra={"model_id": model_id})
 
     def _replay_one(self, job: Job, adapter: Adapter) -> None:
         try:
@@ -221,25 +245,43 @@ class LiveModels:
     def _due(self, model_id: str, done: int, last: int) -> list[Job]:
         return [job for job in self._store.jobs.history(model_id, done, REPLAYED_AT_ONCE) if job.seq_id <= last]
 
-    def _forget_damaged(self, model_id: str, damaged: Collection[int]) -> None:
-        if damaged:
-            self._store.models.forget_snapshots(model_id, damaged)
-            whose = {"model_id": model_id}
-            log.warning("%s goes on without its damaged snapshots, and has lost nothing.", model_id, extra=whose)
+    def _mend(self, model: Model, live: _Live, damaged: Collection[int]) -> None:
+        """A model that was built without its damaged snapshots gets a new one at once: no other may be left."""
+        if not damaged:
+            return
+        model_id = model.model_id
+        self._store.models.forget_snapshots(model_id, damaged)
+        whose = {"model_id": model_id}
+        log.warning("%s goes on without its damaged snapshots, and has lost nothing.", model_id, extra=whose)
+        if model.snapshots.last in damaged:
+            self._has_written(model_id, live)
 
     def _lost_error(self, model: Model, damaged: dict[int | None, str]) -> LostError:
         snapshots = [f"the snapshot after operation {each}: {why}" for each, why in damaged.items() if each is not None]
         saved = self._store.checkpoints.latest([model.model_id], "weights", model.owner).get(model.model_id)
-        if saved is None:
-            remedy = "It has no checkpoint: begin with a new model"
-        else:
+        if saved is not None:
             remedy = f"Make a new model from its last checkpoint, {saved.key.tinker_path}"
+        elif (origin := self._origin(model)) is not None:
+            remedy = f"It has no checkpoint of its own: make a new model from the one it was made from, {origin}"
+        else:
+            remedy = "It has no checkpoint: begin with a new model"
         return LostError(
             f"{model.model_id} cannot go on, because what the server keeps of it is damaged "
             f"({'; '.join(snapshots or damaged.values())}). {remedy}, or ask who runs the server for a backup.",
             field="model_id",
             value=model.model_id,
         )
+
+    def _origin(self, model: Model) -> str | None:
+        """The checkpoint that the model was made from, if that is known and still there."""
+        request_id = ids.request_id(model.model_id, 0)
+        status = self._store.results.statuses([request_id]).get(request_id)
+        if status is None or status.kind != "load_weights" or not isinstance(status.outcome, Done):
+            return None
+        path = json.decode(LoadWeightsResponse, status.outcome.result).path
+        if path is None or self._store.checkpoints.get(CheckpointKey.of(path), model.owner) is None:
+            return None
+        return path
 
     # Writing down
 
@@ -264,7 +306,7 @@ class LiveModels:
             return
         affordable = [(live.work_seconds, model_id) for model_id, live in self._live.items() if live.is_affordable]
         for work_seconds, model_id in sorted(affordable, reverse=True):
-            if unsaved > self._replay_bound and self._has_written(model_id):
+            if unsaved > self._replay_bound and self._has_written(model_id, self._live[model_id]):
                 unsaved -= work_seconds
 
     def has_loaded(self, model_id: str, seq_id: int) -> None:
@@ -276,7 +318,7 @@ class LiveModels:
     def put_away(self, model_id: str) -> bool:
         """Out of memory, to be read from the disk when it is needed again; False if it cannot be written."""
         live = self._live.get(model_id)
-        if live is not None and live.is_changed and not self._has_written(model_id):
+        if live is not None and live.is_changed and not self._has_written(model_id, live):
             return False
         self.drop(model_id)
         return True
@@ -287,7 +329,7 @@ class LiveModels:
             if live.used < long_ago and time.monotonic() >= live.retry_at:
                 self.put_away(model_id)
             elif live.is_settled:
-                self._has_written(model_id)
+                self._has_written(model_id, live)
 
     def put_away_all(self) -> None:
         """Before the worker ends, so that the next one has nothing to do again; first what took longest."""
@@ -308,26 +350,33 @@ class LiveModels:
     def make_room(self, jobs: Sequence[Job]) -> None:
         """Puts away what was not used for longest until the models of these jobs fit beside what is left.
 
-        Their own are not touched: they may hold what is not in the store yet, later on.
+        Their own are not touched: they may hold what is not in the store yet, later on. If the disk is full, some may
+        have to stay, and there is an error for jobs whose models are not in memory.
         """
         wanted = {self._model_of(job) for job in jobs}
         others = sorted(self._live.keys() - wanted, key=lambda model_id: self._live[model_id].used)
+        full: DiskFullError | None = None
         for model_id in others:
-            if self._bytes_of(wanted | self._live.keys()) <= self._max_bytes:
+            if self._fits(wanted):
                 return
-            self._put_away_or_wait(model_id)
+            full = self._put_away_or_keep(model_id) or full
+        if full is not None and not wanted <= self._live.keys() and not self._fits(wanted):
+            raise full
 
-    def _put_away_or_wait(self, model_id: str) -> None:
-        """If the disk is full, nobody can work: there is no room in memory either."""
+    def _fits(self, wanted: set[str]) -> bool:
+        return self._bytes_of(wanted | self._live.keys()) <= self._max_bytes
+
+    def _put_away_or_keep(self, model_id: str) -> DiskFullError | None:
+        """It stays if it cannot be written; gives back the error if the disk was full."""
         live = self._live[model_id]
         try:
             if live.is_changed:
                 self._write(model_id, live)
-        except (OSError, SafetensorError) as error:
-            raise_if_full(error)
+        except _CANNOT_WRITE as error:
             self._note_failure(model_id, live, error)
-        else:
-            self.drop(model_id)
+            return error if isinstance(error, DiskFullError) else None
+        self.drop(model_id)
+        return None
 
     def _model_of(self, job: Job) -> str:
         model_id = job.model_id or ""
@@ -341,32 +390,32 @@ class LiveModels:
 
     # Files
 
-    def _has_written(self, model_id: str) -> bool:
+    def _has_written(self, model_id: str, live: _Live) -> bool:
         """Whether there is a snapshot now of all that was done. If the disk is full, say, work goes on without one."""
-        live = self._live[model_id]
         try:
             self._write(model_id, live)
-        except (OSError, SafetensorError) as error:
+        except _CANNOT_WRITE as error:
             self._note_failure(model_id, live, error)
             return False
         return True
 
     def _note_failure(self, model_id: str, live: _Live, error: Exception) -> None:
-        log.error("A snapshot of %s cannot be written: %s", model_id, error, extra={"model_id": model_id})
+        self._unwritten.met(f"A snapshot of {model_id} cannot be written, so it stays in memory", error)
         self.metrics.could_not_write_snapshot()
         live.retry_at = time.monotonic() + RETRY_SECONDS
 
     def _write(self, model_id: str, live: _Live) -> None:
         started = time.perf_counter()
-        # First, because samplers' copies of earlier states cannot be built from a later snapshot.
-        self._weights.save(self._store.samplers.copies_of(model_id, live.seq_id))
-        with self._snapshots.writing(model_id, live.seq_id) as folder:
-            adapter_files.write_adapter(folder, live.adapter, live.base_model)
-            adapter_files.write_optimizer(folder, live.adapter)
-            size_bytes = sum(file.stat().st_size for file in folder.iterdir())
-        self._publish(model_id, live.seq_id)
+        with self._disk.room("A snapshot", live.bytes_on_disk):
+            # First, because samplers' copies of earlier states cannot be built from a later snapshot.
+            self._weights.save(self._store.samplers.copies_of(model_id, live.seq_id))
+            with self._snapshots.writing(model_id, live.seq_id) as folder:
+                adapter_files.write_adapter(folder, live.adapter, live.base_model, with_optimizer=True)
+                size_bytes = sum(file.stat().st_size for file in folder.iterdir())
+            self._publish(model_id, live.seq_id)
         live.is_changed, live.work_seconds, live.write_seconds = False, 0.0, time.perf_counter() - started
         self.metrics.wrote_snapshot(size_bytes, live.write_seconds)
+        self._unwritten.is_over()
 
     def _publish(self, model_id: str, seq_id: int) -> None:
         change = self._store.models.set_snapshot(model_id, seq_id)

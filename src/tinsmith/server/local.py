@@ -31,7 +31,7 @@ from tinsmith.sharing import RunningServer, SharedFolder
 
 LOOK_AGAIN_SECONDS = 1.0
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tinsmith.server.local")  # which has another name when it is started
 
 
 def main(state: Path, model: str = "") -> None:

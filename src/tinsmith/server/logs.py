@@ -42,6 +42,7 @@ FIELDS = (
     "route",
     "status",
     "seconds",
+    "reason",
 )
 """What a line may say besides its message; given as `extra`, or by `about` for all lines of a request."""
 
@@ -60,8 +61,7 @@ def configure(style: LogFormat = "text", level: LogLevel = "info", **constants: 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLines(constants) if style == "json" else _TextLines(constants))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    for name in ("tinsmith", "__main__"):  # a module of ours that was started as a program has the second name
-        logging.getLogger(name).setLevel(level.upper())
+    logging.getLogger("tinsmith").setLevel(level.upper())
     logging.captureWarnings(True)
 
 

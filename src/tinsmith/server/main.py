@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import platform
 import signal
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from types import FrameType
 
+from tinsmith._version import __version__
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.config import ServerConfig
+from tinsmith.server.config import DATABASE_FILE, ServerConfig
 from tinsmith.server.memory import collect_seldom
 from tinsmith.server.models import ModelFacts, describe
 from tinsmith.server.serve import ApiServer, allow_many_connections, listen
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
-from tinsmith.server.state_locks import sole_use
+from tinsmith.server.state_locks import check_database, sole_use
 from tinsmith.server.store import Store, StoreUnavailableError
+from tinsmith.server.store.database import utc_now
 from tinsmith.server.supervise import WorkerProcesses
 
 log = logging.getLogger(__name__)
@@ -27,7 +33,14 @@ log = logging.getLogger(__name__)
 
 def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM or SIGINT. `on_ready` gets the address once every model is loaded."""
-    with sole_use(config.state), closing(_opened_store(config)) as store:
+    with (
+        sole_use(config.state),
+        closing(_opened_store(config)) as store,
+        store.identity.sole_use(_this_server(config)),
+    ):
+        check_database(config.state, store.identity.database_id())
+        _warn_if_open_to_all(config.state)
+        store.begin_reserve()
         _serve(config, store, on_ready)
 
 
@@ -37,14 +50,34 @@ def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None]) 
     CheckpointFolders(config.checkpoints).tidy()
     SpilledWeights(config.samplers).tidy()
     SnapshotFolders(config.snapshots).tidy(store.models.snapshots())
+    _log_start(config, [*models])
     workers = WorkerProcesses(config, {name: facts.folder for name, facts in models.items()}, store, missing)
-    log.info("Loading %s ...", ", ".join(models))
     server = ApiServer(create_app(config, store, models, workers))
     collect_seldom()
     # uvicorn stops on these signals and then raises them again, for whoever had the handler before.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _nothing_more_to_do)
     asyncio.run(_run(server, workers, config, on_ready))
+    log.info("Stopped.")
+
+
+def _log_start(config: ServerConfig, models: Sequence[str]) -> None:
+    kept = "no limit to" if config.max_checkpoint_bytes is None else f"{config.max_checkpoint_bytes:,} bytes of"
+    log.info(
+        "Tinsmith %s starts on %s, port %d, with its state in %s%s. Limits for each owner: %s models, %s checkpoints, "
+        "%s operations that wait with %s bytes, %s open requests.",
+        __version__,
+        config.host,
+        config.port,
+        config.state,
+        " and in a database elsewhere" if config.database else "",
+        f"{config.max_models:,}",
+        kept,
+        f"{config.max_queued_requests:,}",
+        f"{config.max_queued_bytes:,}",
+        f"{config.max_open_requests:,}",
+    )
+    log.info("Loading %s ...", ", ".join(models))
 
 
 async def _run(
@@ -58,7 +91,9 @@ async def _run(
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             loading.result()
-            on_ready(f"http://{host}:{listener.getsockname()[1]}")
+            address = f"http://{host}:{listener.getsockname()[1]}"
+            log.info("Ready at %s.", address)
+            on_ready(address)
             await serving
     finally:
         loading.cancel()
@@ -85,7 +120,27 @@ def _described(config: ServerConfig, store: Store) -> tuple[dict[str, ModelFacts
     return found, missing
 
 
+def _warn_if_open_to_all(state: Path) -> None:
+    """A folder that we make is for its owner alone; one that was there may be meant otherwise."""
+    mode = stat.S_IMODE(state.stat().st_mode)
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        log.warning(
+            "Other users of this machine can look into the state folder %s (its mode is %o), which holds prompts and "
+            "data. Close it with: chmod 700 %s",
+            state,
+            mode,
+            state,
+        )
+
+
+def _this_server(config: ServerConfig) -> str:
+    where = f"process {os.getpid()} on {platform.node()}, with the state folder {config.state.absolute()}"
+    return f"{where}, started at {utc_now():%Y-%m-%d %H:%M:%S} UTC"
+
+
 def _opened_store(config: ServerConfig) -> Store:
+    if not config.database and not (config.state / DATABASE_FILE).exists():
+        check_database(config.state, None)  # before an empty one is made, which would look as if everything were gone
     try:
         return Store(config.database_url)
     except StoreUnavailableError as error:

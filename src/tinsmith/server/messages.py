@@ -49,7 +49,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line that a worker writes."""
+    """A line that a worker writes: every second, and if only to say that it is there."""
 
     ready: bool = False
     done: tuple[str, ...] = ()
@@ -57,6 +57,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replay: Replay | None = None
     held_up: str = ""
     """Why no work is being done at the moment, though nothing is wrong with the worker."""
+    no_room: dict[str, str] | None = None
+    """The models that wait until there is room on the disk, each with the reason; others go on."""
     failed: str = ""
     """Why the model cannot be loaded."""
     figures: tuple[Figure, ...] = ()

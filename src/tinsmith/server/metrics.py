@@ -6,20 +6,22 @@ No label holds what a client can choose, nor an id: there is an end to how many 
 from __future__ import annotations
 
 import shutil
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
+from prometheus_client import Counter as Counted
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from tinsmith.server.messages import Figure
+from tinsmith.server.reasons import LIMITS
 from tinsmith.server.routes._call import Endpoint, Services
 from tinsmith.server.store import StoreUnavailableError
 from tinsmith.server.store.records import QueueDepth
-from tinsmith.server.worker_metrics import KINDS, families
+from tinsmith.server.worker_metrics import KINDS, REFUSALS, families
 from tinsmith.types import UntypedAPIFuture
 
 UNKNOWN_ROUTE = "unknown"
@@ -31,7 +33,7 @@ class Metrics:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._registry = CollectorRegistry()
-        self._requests = Counter(
+        self._requests = Counted(
             "tinsmith_requests", "Requests.", ["method", "route", "status"], registry=self._registry
         )
         self._seconds = Histogram(
@@ -43,7 +45,7 @@ class Metrics:
             buckets=_SECONDS,
             registry=self._registry,
         )
-        self._database_errors = Counter(
+        self._database_errors = Counted(
             "tinsmith_database_errors",
             "Requests that met a database out of reach or full.",
             registry=self._registry,
@@ -93,8 +95,13 @@ class Metrics:
         refusals = CounterMetricFamily(
             "tinsmith_quota_refusals", "What was refused because of a limit.", labels=["limit"]
         )
-        for limit, count in dict(self._services.refusals).items():  # others may be added meanwhile
-            refusals.add_metric([limit], count)
+        counts = Counter(dict(self._services.refusals))  # others may be added meanwhile
+        for name in self._services.models:
+            for figure in self._services.workers.figures(name):
+                if figure.name == REFUSALS:
+                    counts[figure.labels["limit"]] += int(figure.value)
+        for limit in LIMITS:
+            refusals.add_metric([limit], counts[limit])
         return refusals
 
     def _of_workers(self, base_model: str, kept: int | None) -> Sequence[Figure]:

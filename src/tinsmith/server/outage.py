@@ -9,10 +9,11 @@ AGAIN_SECONDS = 60.0
 
 
 class Outage:
-    """Something that everybody needs and that is tried again and again."""
+    """Something that is needed and that is tried again and again. `over` is logged when it works again."""
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, over: str = "Work goes on") -> None:
         self._log = log
+        self._over = over
         self._since: float | None = None
         self._say_at = 0.0
 
@@ -33,7 +34,7 @@ class Outage:
     def is_over(self) -> None:
         """It works, which may be nothing new."""
         if self._since is not None:
-            self._log.warning("Work goes on after %.0f s.", time.monotonic() - self._since)
+            self._log.warning("%s after %.0f s.", self._over, time.monotonic() - self._since)
             self._since = None
 
 

@@ -1,4 +1,4 @@
-"""How much of the server one key may take up at a time, and all keys together.
+"""How much of the server one owner may take up at a time, and all together, with whichever keys.
 
 What is over a limit is refused with 429 before it costs anything, and told when to come again.
 """
@@ -10,17 +10,20 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import TypeAlias
 
 from tinsmith.errors import RateLimitError, ResponseSummary
 from tinsmith.server.store.records import NewJob, Queued
+from tinsmith.server.worker_metrics import Worked
 
-ALL_KEYS = 4
-"""All keys together may take up so many times what one may."""
+ALL_OWNERS = 4
+"""All owners together may take up so many times what one may."""
 
 _SOON_SECONDS = 1
+_UNKNOWN_SECONDS = 2
+"""As long as nothing was done whose time could be measured."""
 _LATEST_SECONDS = 60
 """Clients do not wait for longer before they ask again."""
 
@@ -46,8 +49,7 @@ class Tally:
     def __init__(self, most: int) -> None:
         self.most = most
         self._amounts: Counter[str] = Counter()
-        self._total = 0
-        self._falls_per_second = 0.0
+        self.total = 0
 
     def __getitem__(self, owner: str) -> int:
         return self._amounts[owner]
@@ -57,26 +59,18 @@ class Tally:
 
     def excess(self, owner: str, more: int, *, limits: int = 1) -> int:
         """By how much the limit, or several times the limit, would be passed with so much more."""
-        mine, total = self._amounts[owner] - limits * self.most, self._total - limits * ALL_KEYS * self.most
+        mine, total = self._amounts[owner] - limits * self.most, self.total - limits * ALL_OWNERS * self.most
         return max(0, max(mine, total) + more)
 
     def add(self, owner: str, more: int) -> None:
-        self._total += more
+        self.total += more
         self._amounts[owner] += more
         if not self._amounts[owner]:
             del self._amounts[owner]
 
-    def set(self, amounts: Mapping[str, int], seconds: float) -> None:
-        """A new count, so many seconds after the last."""
-        total = sum(amounts.values())
-        self._falls_per_second = max(0, self._total - total) / seconds if seconds else 0.0
-        self._amounts, self._total = Counter(amounts), total
-
-    def seconds_until_fallen(self, by: int) -> float:
-        """At the speed between the last two counts."""
-        if not by:
-            return 0.0
-        return by / self._falls_per_second if self._falls_per_second else math.inf
+    def set(self, amounts: Mapping[str, int]) -> None:
+        """A new count."""
+        self._amounts, self.total = Counter(amounts), sum(amounts.values())
 
 
 class Paperwork:
@@ -100,9 +94,9 @@ class Paperwork:
         if excess := self._used.excess(owner, more):
             raise OverLimitError(
                 "records",
-                f"Too much was refused, opened, cancelled or changed with this key lately: "
+                f"Too much was refused, opened, cancelled or changed by this owner lately: "
                 f"{self._used[owner] / _MIB:,.1f} MiB of records, of which {self._used.most / _MIB:,.1f} MiB are kept "
-                f"for a key and {ALL_KEYS} times as much for all. Every second there is room for "
+                f"for an owner and {ALL_OWNERS} times as much for all. Every second there is room for "
                 f"{self._rate / 1024:,.1f} KiB more.",
                 math.ceil(excess / self._rate),
             )
@@ -126,8 +120,8 @@ class OpenRequests:
         if self._open.excess(owner, 1):
             raise OverLimitError(
                 "open_requests",
-                f"{self._open[owner]:,} requests of this key are open; at most {self._open.most:,} of a key are served "
-                f"at once, and {ALL_KEYS} times as many in all. Send fewer at a time.",
+                f"{self._open[owner]:,} requests of this owner are open; at most {self._open.most:,} of an owner are "
+                f"served at once, and {ALL_OWNERS} times as many in all. Send fewer at a time.",
             )
         self._open.add(owner, 1)
         try:
@@ -148,15 +142,60 @@ class Incoming:
             if self._held.excess(owner, size):
                 raise OverLimitError(
                     "incoming_bytes",
-                    f"{(self._held[owner] + size) / _MIB:,.1f} MiB are on their way with this key; at most "
-                    f"{self._held.most / _MIB:,.1f} MiB of a key are taken at once, and {ALL_KEYS} times as much in "
-                    "all. Send fewer requests at a time.",
+                    f"{(self._held[owner] + size) / _MIB:,.1f} MiB of this owner are on their way; at most "
+                    f"{self._held.most / _MIB:,.1f} MiB of an owner are taken at once, and {ALL_OWNERS} times as much "
+                    "in all. Send fewer requests at a time.",
                 )
             self._held.add(owner, size)
 
     def let_go(self, owner: str, size: int) -> None:
         with self._lock:
             self._held.add(owner, -size)
+
+
+class Pace:
+    """How long an operation takes, as measured where it is done: time in which there was nothing to do is no part."""
+
+    def __init__(self, worked: Callable[[], Worked]) -> None:
+        self._worked = worked
+        self._before = Worked(0.0, 0)
+        self._seconds_per_job: float | None = None
+
+    def look(self) -> None:
+        now = self._worked()
+        seconds, jobs = now.seconds - self._before.seconds, now.jobs - self._before.jobs
+        if jobs:
+            self._seconds_per_job, self._before = seconds / jobs, now
+        elif seconds:  # the one that is under way takes so much at least
+            self._seconds_per_job = max(seconds, self._seconds_per_job or 0.0)
+
+    def seconds_for(self, jobs: float) -> float:
+        return _UNKNOWN_SECONDS if self._seconds_per_job is None else jobs * self._seconds_per_job
+
+
+class _Waiting(Tally):
+    """A tally that is counted anew while more is let in: a count has all that was written before it began.
+
+    What is written while it is made may be in it or not, and is added: for a moment there may seem to be too much.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self._let_in: Counter[str] = Counter()  # since the server was started, and so is the next
+        self._written: Counter[str] = Counter()
+
+    def let_in(self, owner: str, more: int) -> None:
+        self._let_in[owner] += more
+        self.add(owner, more)
+
+    def has_written(self, owner: str, more: int) -> None:
+        self._written[owner] += more
+
+    def written(self) -> Counter[str]:
+        return self._written.copy()
+
+    def set_count(self, amounts: Mapping[str, int], written_before: Counter[str]) -> None:
+        self.set(self._let_in - written_before + Counter(amounts))
 
 
 class Backlog:
@@ -172,18 +211,21 @@ class Backlog:
         most_bytes: int,
         count: CountQueued,
         is_awaited: IsAwaited,
+        worked: Callable[[], Worked],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._requests = Tally(most_requests)
-        self._bytes = Tally(most_bytes)
+        self._requests = _Waiting(most_requests)
+        self._bytes = _Waiting(most_bytes)
         self._count = count
         self._is_awaited = is_awaited
+        self._pace = Pace(worked)
         self._now = now
         self._counted_at = -math.inf
         self._counting = asyncio.Lock()
 
-    async def admit(self, job: NewJob) -> None:
-        """Let a job in, or refuse it.
+    @asynccontextmanager
+    async def admitted(self, job: NewJob) -> AsyncIterator[None]:
+        """Let a job in, to be written within, or refuse it.
 
         A model waits for a number that is missing, and what waits takes up room: so a missing number is let in up to
         twice the limit, as without it there would never be room again.
@@ -192,8 +234,13 @@ class Backlog:
             await self._count_again()
         if self._is_too_much(job) and not await self._fills_a_gap(job):
             raise self._refusal(job)
-        self._requests.add(job.owner, 1)
-        self._bytes.add(job.owner, len(job.payload))
+        self._requests.let_in(job.owner, 1)
+        self._bytes.let_in(job.owner, len(job.payload))
+        try:
+            yield
+        finally:
+            self._requests.has_written(job.owner, 1)
+            self._bytes.has_written(job.owner, len(job.payload))
 
     def _is_too_much(self, job: NewJob, *, limits: int = 1) -> bool:
         size = len(job.payload)
@@ -202,30 +249,29 @@ class Backlog:
         )
 
     async def _fills_a_gap(self, job: NewJob) -> bool:
-        if job.model_id is None or job.seq_id is None or self._is_too_much(job, limits=2):
+        if job.model_id is None or job.seq_id is None or not await self._is_awaited(job.stream, job.seq_id):
             return False
-        return await self._is_awaited(job.stream, job.seq_id)
+        return not self._is_too_much(job, limits=2)  # asked last: others may have been let in meanwhile
 
     async def _count_again(self) -> None:
         async with self._counting:
-            seconds = self._now() - self._counted_at
-            if seconds < _COUNT_AGAIN_SECONDS:
+            if self._now() - self._counted_at < _COUNT_AGAIN_SECONDS:
                 return
+            requests, sizes = self._requests.written(), self._bytes.written()
             queued = await self._count()
             self._counted_at = self._now()
-            self._requests.set({one.owner: one.requests for one in queued}, seconds)
-            self._bytes.set({one.owner: one.size_bytes for one in queued}, seconds)
+            self._requests.set_count({one.owner: one.requests for one in queued}, requests)
+            self._bytes.set_count({one.owner: one.size_bytes for one in queued}, sizes)
+            self._pace.look()
 
     def _refusal(self, job: NewJob) -> RateLimitError:
         owner, requests, sizes = job.owner, self._requests, self._bytes
-        seconds = max(
-            requests.seconds_until_fallen(requests.excess(owner, 1)),
-            sizes.seconds_until_fallen(sizes.excess(owner, len(job.payload))),
-        )
+        bytes_per_job = max(1.0, sizes.total / max(1, requests.total))
+        over = max(requests.excess(owner, 1), sizes.excess(owner, len(job.payload)) / bytes_per_job)
         return OverLimitError(
             "queued",
-            f"{requests[owner]:,} requests of this key wait, with {sizes[owner] / _MIB:,.1f} MiB; at most "
-            f"{requests.most:,} with {sizes.most / _MIB:,.1f} MiB of a key may, and {ALL_KEYS} times as many in all. "
-            "Wait for results first.",
-            math.ceil(min(max(seconds, _SOON_SECONDS), _LATEST_SECONDS)),
+            f"{requests[owner]:,} requests of this owner wait, with {sizes[owner] / _MIB:,.1f} MiB; at most "
+            f"{requests.most:,} with {sizes.most / _MIB:,.1f} MiB of an owner may, and {ALL_OWNERS} times as many in "
+            "all. Wait for results first.",
+            math.ceil(min(max(self._pace.seconds_for(over), _SOON_SECONDS), _LATEST_SECONDS)),
         )

@@ -16,6 +16,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
+from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.snapshots import LostError
 from tinsmith.server.spilled import SpilledWeights
@@ -61,7 +62,7 @@ class SamplingWeights:
                 self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
             else:
                 self.keep(sampler.sampler_id, rebuild(sampler).frozen_copy())
-        except (FileNotFoundError, SafetensorError) as error:
+        except DamagedError as error:
             raise LostError(
                 f"The weights of this sampling client are damaged on the server's disk ({error}). Make a new sampling "
                 "client, from the model or from another checkpoint.",

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
+from types import FrameType
+from typing import Any
 
 import h11
 import uvicorn
@@ -49,6 +52,11 @@ class PatientOnce(H11Protocol):
 
     _head_due: float | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._whole_app = self.app
+        self.app = self._answer_or_abort
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
@@ -63,6 +71,14 @@ class PatientOnce(H11Protocol):
     def _should_upgrade(self) -> bool:
         """There is nothing to upgrade to; uvicorn would say how to install something, for every such request."""
         return False
+
+    async def _answer_or_abort(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """An answer that is broken off ends the connection at once: uvicorn would wait until the rest was read."""
+        answer = self.cycle
+        await self._whole_app(scope, receive, send)
+        if not answer.response_complete and not self.transport.is_closing():
+            self.transport.abort()
+            await asyncio.sleep(0)  # so that uvicorn knows, and takes it for no fault
 
     def _await_head(self) -> None:
         """More of a head does not buy more time."""
@@ -98,6 +114,11 @@ class ApiServer(uvicorn.Server):
         except h11.LocalProtocolError:
             # What came in the middle of the body was no HTTP, and uvicorn has said so in our place.
             log.info("a client broke the rules of HTTP")
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            log.info("%s: the server stops.", signal.Signals(sig).name)
+        super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         drain(self._app)

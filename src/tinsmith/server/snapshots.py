@@ -1,7 +1,8 @@
 """Where snapshots of live models lie: `STATE/snapshots/`, laid out as checkpoints are. Nobody can name or load them.
 
-    <model>/weights/357/           the model as it was after operation 357, with a checksum of each file
+    <model>/weights/357/           the model as it was after operation 357
     <model>/weights/357-loaded/    the checkpoint that operation 357 has loaded, which its owner may change or delete
+    .unknown/<model>/              one that the database did not know at a start, kept for a week
 
 The last two snapshots of a model are kept: the one before is read if the last is damaged, and what was done since is
 done once more. A checkpoint that was loaded in between is needed for that.
@@ -9,27 +10,24 @@ done once more. A checkpoint that was loaded in between is needed for that.
 
 from __future__ import annotations
 
-import errno
+import logging
+import os
 import shutil
-import zlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from datetime import datetime
 from pathlib import Path
-
-import msgspec
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders, link_or_copy
+from tinsmith.server.engine.damage import DamagedError, reading
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Snapshots
 
-CHECKSUMS = "checksums.json"
+log = logging.getLogger(__name__)
+
 _LOADED = "-loaded"
-_CHUNK_BYTES = 2**24
-
-
-class DamagedError(Exception):
-    """What is on the disk is not what was written. The message says which file, and what is wrong with it."""
+_UNKNOWN = ".unknown"
 
 
 class LostError(InvalidInputError):
@@ -41,22 +39,13 @@ class SnapshotFolders:
         self._root = root
         self._folders = CheckpointFolders(root)
 
-    @contextmanager
-    def writing(self, model_id: str, seq_id: int) -> Iterator[Path]:
+    def writing(self, model_id: str, seq_id: int) -> AbstractContextManager[Path]:
         """A folder for the files of a snapshot, which takes its place when the block ends well."""
-        with self._folders.writing(_path(model_id, str(seq_id))) as folder:
-            yield folder
-            checksums = {file.name: _checksum(file) for file in folder.iterdir()}
-            (folder / CHECKSUMS).write_bytes(msgspec.json.encode(checksums))
+        return self._folders.writing(_path(model_id, str(seq_id)))
 
-    def checked(self, model_id: str, seq_id: int) -> Path:
-        """The folder of a snapshot, after a look at every byte of it."""
-        folder = self._folders.folder(_path(model_id, str(seq_id)))
-        if not folder.is_dir():
-            raise DamagedError("its folder is missing")
-        for name, expected in _expected(folder).items():
-            _compare(folder / name, expected)
-        return folder
+    def folder(self, model_id: str, seq_id: int) -> Path:
+        """Where the files of a snapshot are."""
+        return _existing(self._folders.folder(_path(model_id, str(seq_id))), "its folder")
 
     def keep_loaded(self, model_id: str, seq_id: int, checkpoint: Path) -> Path:
         """A copy of a checkpoint that this operation is about to load, without cost where files can be linked."""
@@ -70,9 +59,11 @@ class SnapshotFolders:
     def loaded(self, model_id: str, seq_id: int) -> Path:
         """What this operation has loaded."""
         folder = self._folders.folder(_path(model_id, f"{seq_id}{_LOADED}"))
-        if not folder.is_dir():
-            raise DamagedError(f"the checkpoint that operation {seq_id} has loaded is missing")
-        return folder
+        return _existing(folder, f"the checkpoint that operation {seq_id} has loaded")
+
+    def drop_loaded(self, model_id: str, seq_id: int) -> None:
+        """This operation has loaded nothing after all."""
+        self._folders.delete(_path(model_id, f"{seq_id}{_LOADED}"))
 
     def delete(self, model_id: str, seq_id: int) -> None:
         self._folders.delete(_path(model_id, str(seq_id)))
@@ -89,16 +80,40 @@ class SnapshotFolders:
         shutil.rmtree(self._folders.folder(_path(model_id, "0")).parent.parent, ignore_errors=True)
 
     def tidy(self, known: Mapping[str, Snapshots]) -> None:
-        """Removes what a killed process left and the store does not know. Called before anything is written."""
+        """Removes what a killed process left and the store does not know. Called before anything is written.
+
+        Whole models are only set aside, in case that it is the store that is wrong.
+        """
         self._folders.tidy()
         models = {self._folders.folder(_path(model_id, "0")).parent.parent: kept for model_id, kept in known.items()}
-        for model in self._root.glob("*"):
+        for model in self._root.glob("[!.]*"):
             if model not in models:
-                shutil.rmtree(model)
+                self._set_aside(model)
         for model, kept in models.items():
             for folder in model.glob("weights/*"):
                 if not is_needed(folder.name, kept):
                     shutil.rmtree(folder)
+
+    def remove_unknown(self, unknown_since: datetime) -> None:
+        """What was set aside before that time."""
+        for model in (self._root / _UNKNOWN).glob("*"):
+            if model.stat().st_mtime < unknown_since.timestamp():
+                shutil.rmtree(model)
+
+    def _set_aside(self, model: Path) -> None:
+        aside = self._root / _UNKNOWN / model.name
+        aside.parent.mkdir(exist_ok=True)
+        shutil.rmtree(aside, ignore_errors=True)
+        os.utime(model)  # since when it is there
+        model.rename(aside)
+        log.warning("The database does not know the model of %s; it is set aside, in %s.", model.name, aside)
+
+
+def _existing(folder: Path, what: str) -> Path:
+    with reading(what):
+        if not folder.is_dir():
+            raise DamagedError(f"{what} is missing")
+    return folder
 
 
 def _path(model_id: str, name: str) -> str:
@@ -110,33 +125,3 @@ def is_needed(name: str, kept: Snapshots) -> bool:
     if not name.endswith(_LOADED):
         return name in (str(kept.last), str(kept.previous))
     return kept.previous is None or int(name.removesuffix(_LOADED)) > kept.previous
-
-
-def _expected(folder: Path) -> dict[str, int]:
-    """The checksums that were written down; none in a snapshot of a release that wrote none."""
-    try:
-        return msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, int])
-    except FileNotFoundError:
-        return {}
-    except msgspec.DecodeError as error:
-        raise DamagedError(f"{CHECKSUMS} cannot be read: {error}") from error
-
-
-def _compare(file: Path, expected: int) -> None:
-    try:
-        found = _checksum(file)
-    except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.EIO):  # too many open files, say: not this one's fault
-            raise
-        raise DamagedError(f"{file.name} cannot be read: {error.strerror}") from error
-    if found != expected:
-        raise DamagedError(f"{file.name} has the checksum {found:08x} instead of {expected:08x}")
-
-
-def _checksum(file: Path) -> int:
-    """CRC-32: it finds what goes wrong by chance, ten times as fast as the file is written."""
-    checksum = 0
-    with file.open("rb") as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tinsmith.server.checkpoints import flush_folder
+
 _SUFFIX = ".safetensors"
 _UNFINISHED = ".unfinished-"
 
@@ -31,6 +33,7 @@ class SpilledWeights:
             with unfinished.open("rb") as written:
                 os.fsync(written.fileno())
             unfinished.replace(target)
+            flush_folder(self._folder)
         finally:
             unfinished.unlink(missing_ok=True)
 

@@ -2,6 +2,8 @@
 
 A worker whose server was killed ends after its step. Until then it may be writing a checkpoint, and what it completes
 still counts.
+
+A folder and a database belong together: whatever one of them does not know of the other would be lost.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS = 120.0
 _LOOK_AGAIN_SECONDS = 0.05
 _SERVER, _WORKERS = "serve.lock", "workers.lock"
+DATABASE_ID = "database-id"
+"""Names the database of the folder, in its own words."""
 
 
 @contextmanager
 def sole_use(state: Path) -> Iterator[None]:
-    """The folder is made if it is not there. Two servers on one folder would run the same jobs."""
+    """The folder is made if it is not there, for its owner alone. Two servers on one folder would run the same jobs."""
     lock = FileLock(state / _SERVER)
     try:
-        state.mkdir(parents=True, exist_ok=True)
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout:
         raise ConfigError(
-            f"Another server uses the state folder {state}. Stop it, or choose another folder: with --state "
-            "for `tinsmith serve`, with TINSMITH_STATE in local mode."
+            f"Another server uses the state folder {state}. Stop it (that of local mode ends by itself, two seconds "
+            "after the last script), or choose another folder: with --state for `tinsmith serve`, with TINSMITH_STATE "
+            "in local mode."
         ) from None
     except OSError as error:
         raise ConfigError(f"The state folder {state} cannot be used: {error}. Choose another with --state.") from error
@@ -60,6 +65,33 @@ def one_at_a_time(file: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def check_database(state: Path, database_id: str | None) -> None:
+    """Refuses a database, or `None` if there is none, that is not the one of this folder.
+
+    A folder that was never used with one, or by a release that noted none, is that of this database from now on.
+    """
+    file = state / DATABASE_ID
+    if not file.exists():
+        if database_id is not None:
+            _write(file, database_id)
+    elif (expected := file.read_text().strip()) != database_id:
+        raise ConfigError(
+            f"The state folder {state} belongs to another database, that with the id {expected}. Start the server with "
+            "the --database that it had before, or choose another folder for this one, with --state. If that database "
+            f"is lost for good, delete {file}; the server will know nothing of what is in the folder."
+        )
+
+
+def _write(file: Path, text: str) -> None:
+    """Whole or not at all, whatever happens."""
+    unfinished = file.with_name(f".unfinished-{file.name}")
+    with unfinished.open("w") as opened:
+        opened.write(f"{text}\n")
+        opened.flush()
+        os.fsync(opened.fileno())
+    unfinished.replace(file)
 
 
 def _wait_for_workers(state: Path) -> None:

@@ -43,8 +43,8 @@ class WorkerProcesses:
     def problem(self, base_model: str) -> str | None:
         return self._keepers[base_model].problem if base_model in self._keepers else self._missing.get(base_model)
 
-    def held_up(self, base_model: str) -> str | None:
-        return self._keepers[base_model].held_up if base_model in self._keepers else None
+    def held_up(self, base_model: str, model_id: str) -> str | None:
+        return self._keepers[base_model].held_up(model_id) if base_model in self._keepers else None
 
     def replay(self, base_model: str) -> Replay | None:
         return self._keepers[base_model].replay if base_model in self._keepers else None

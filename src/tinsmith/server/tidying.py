@@ -12,10 +12,11 @@ from functools import partial
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.memory import collect
+from tinsmith.server.outage import Outage
 from tinsmith.server.recent import Recent
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
-from tinsmith.server.store import Store
+from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.store.records import Checkpoint, NewEvent, Sampler
 from tinsmith.server.waiting import Waiting, Workers, note_abandoned
@@ -23,6 +24,8 @@ from tinsmith.server.waiting import Waiting, Workers, note_abandoned
 log = logging.getLogger(__name__)
 
 ROUND_SECONDS = 60.0
+UNKNOWN_KEPT = timedelta(days=7)
+"""Snapshots of a model that the database does not know."""
 
 
 class Tidying:
@@ -46,6 +49,7 @@ class Tidying:
         self._samplers_in_use = samplers_in_use
         self._now = now
         self._last_round = self._listening_since = now()
+        self._outage = Outage(log, over="What was kept long enough is removed again")
 
     async def run(self, threads: Executor) -> None:
         """A round at once and one every minute or more often, until cancelled."""
@@ -53,6 +57,9 @@ class Tidying:
         while True:
             try:
                 await self.round(threads)
+                self._outage.is_over()
+            except StoreUnavailableError as error:
+                self._outage.met("The database is out of reach or full, so nothing is tidied up", error)
             except Exception:
                 log.exception("could not tidy up")
             await asyncio.sleep(pause)
@@ -67,11 +74,16 @@ class Tidying:
         await in_thread(threads, collect)
 
     def _end_silent_sessions(self) -> None:
-        """Silence counts only where we would have heard: not before a restart, nor while the machine slept."""
+        """Silence counts only where we would have heard: not before a restart, nor while the machine slept.
+
+        A clock that was set forward looks as if we had slept. What came before a heartbeat that could not be written
+        down does not count either.
+        """
         now, patience = self._now(), timedelta(seconds=self._config.session_timeout_seconds)
-        if now - self._last_round > timedelta(seconds=3 * ROUND_SECONDS):
+        if now - self._last_round > min(timedelta(seconds=3 * ROUND_SECONDS), patience / 2):
             self._listening_since = now
         self._last_round = now
+        self._listening_since = max(self._listening_since, self._store.sessions.last_unheard or self._listening_since)
         if now - self._listening_since < patience:
             return
         for session_id in self._store.sessions.end_silent(heard_before=now - patience):
@@ -83,6 +95,7 @@ class Tidying:
             )
 
     def _remove_old(self) -> None:
+        self._store.fill_reserve()
         now = self._now()
         self._store.results.expire(now - timedelta(seconds=self._config.result_ttl_seconds))
         for checkpoint in self._store.checkpoints.expired():
@@ -94,6 +107,7 @@ class Tidying:
     def _remove_unused(self, idle_since: datetime) -> None:
         for model_id in self._store.models.remove_idle(idle_since):
             self._snapshots.remove(model_id)
+        self._snapshots.remove_unknown(self._now() - UNKNOWN_KEPT)
         self._store.samplers.remove_copies(idle_since)
         written = self._spilled.sampler_ids()
         for sampler_id in set(written) - self._store.samplers.kept(written):

@@ -18,14 +18,16 @@ from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec, layout_of
 from tinsmith.server.engine.batch import TrainRow
+from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.engine import free_memory as free_device_memory
 from tinsmith.server.engine.train import RowOutput
-from tinsmith.server.full_disk import raise_if_full
+from tinsmith.server.full_disk import Disk, DiskFullError, is_full
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.logs import of_job
 from tinsmith.server.memory import available_memory
 from tinsmith.server.messages import Replay, WorkerSettings
+from tinsmith.server.reasons import reason
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.soundness import check_engine
@@ -35,6 +37,7 @@ from tinsmith.server.store.records import (
     CheckpointKey,
     CheckpointKind,
     Done,
+    ErrorCategory,
     Failed,
     Job,
     Model,
@@ -111,10 +114,12 @@ class Trainer:
         self._snapshots = snapshots
         self._weights = weights
         self._base_model = settings.base_model
+        self._disk = Disk(Path(settings.state) / "checkpoints")
         self._max_checkpoint_bytes = settings.max_checkpoint_bytes
         self.live = LiveModels(
             store,
             snapshots,
+            Disk(Path(settings.state) / "snapshots"),
             weights,
             self._new_adapter,
             self._adapter_bytes,
@@ -136,12 +141,18 @@ class Trainer:
     def run(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
         """The outcome of every job of a batch: data jobs of any models, or one of another kind.
 
-        If the database is out of reach or the disk is full there is none, and the live models may be half changed.
+        If the disk is full there is none, and the models are as they were. If the database is out of reach there is
+        none either, and they may be half changed.
         """
         self.live.make_room(jobs)
-        if jobs[0].kind == "forward_backward":
-            return self._forward_backward(jobs)
-        return {job.request_id: self._outcome(job) for job in jobs}
+        try:
+            if jobs[0].kind == "forward_backward":
+                return self._forward_backward(jobs)
+            return {job.request_id: self._outcome(job) for job in jobs}
+        except StoreUnavailableError as error:
+            if is_full(error):
+                raise DiskFullError(self._disk, "The record of this operation", 0) from error
+            raise
 
     def _outcome(self, job: Job) -> Outcome:
         try:
@@ -150,11 +161,10 @@ class Trainer:
         except InvalidInputError as error:
             if job.kind == "load_weights":
                 self._drop_halves(job)
-            return refused(error)
-        except StoreUnavailableError:  # not this job's fault: it is done when the database is back
+            return refused(job, error)
+        except (DiskFullError, StoreUnavailableError):  # not this job's fault: it is done when they are back
             raise
         except (OSError, SafetensorError) as error:
-            raise_if_full(error)
             self._drop_halves(job)
             return _disk_failure(job, error)
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
@@ -165,6 +175,8 @@ class Trainer:
         """A model that may have been changed in part is built again from what was done as a whole."""
         if job.kind in ("optim_step", "load_weights"):
             self.live.drop(job.model_id or "")
+        if job.kind == "load_weights":
+            self._snapshots.drop_loaded(job.model_id or "", job.seq_id)
 
     # Data
 
@@ -175,7 +187,7 @@ class Trainer:
             try:
                 ready.append(self._ready(job))
             except InvalidInputError as error:
-                outcomes[job.request_id] = refused(error)
+                outcomes[job.request_id] = refused(job, error)
             except StoreUnavailableError:
                 raise
             except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
@@ -284,7 +296,8 @@ class Trainer:
         recipients: Sequence[str] = (),
     ) -> tuple[str, int]:
         """The path and size of the new checkpoint. Its files are in place before anyone can find it."""
-        model, adapter = self._model(job), self._adapter(job)
+        model = self._model(job)
+        size = self._checkpoint_bytes(model, with_optimizer, is_encrypted=bool(recipients))
         key = CheckpointKey(run_id=model.model_id, kind=kind, name=name)
         taken = self._store.checkpoints.get(key, job.owner)
         if taken is not None and not overwrite and taken.request_id != job.request_id:
@@ -308,13 +321,20 @@ class Trainer:
                 most_bytes=self._max_checkpoint_bytes,
             )
 
-        with self._folders.writing(key.tinker_path, enter) as folder:
-            adapter_files.write_adapter(folder, adapter, model.base_model)
-            if with_optimizer:
-                adapter_files.write_optimizer(folder, adapter)
+        with self._disk.room("A checkpoint", size), self._folders.writing(key.tinker_path, enter) as folder:
+            adapter = self._adapter(job)
+            adapter_files.write_adapter(folder, adapter, model.base_model, with_optimizer=with_optimizer)
             if recipients:
                 encrypt_files(folder, recipients)
         return key.tinker_path, self._folders.size_bytes(key.tinker_path)
+
+    def _checkpoint_bytes(self, model: Model, with_optimizer: bool, is_encrypted: bool) -> int:
+        """What it takes to write one: whoever encrypts it has each file twice for a moment."""
+        everything = self._adapter_bytes(model)
+        if with_optimizer:
+            return self.live.bytes_on_disk(model.model_id, most=everything)
+        weights = everything // FLOATS_PER_WEIGHT
+        return 2 * weights if is_encrypted else weights
 
     def _snapshot(self, job: Job, request: SaveWeightsForSamplerRequest) -> str:
         """A sampler of the weights as they are now, in memory."""
@@ -342,7 +362,8 @@ class Trainer:
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
         request, model = json.decode(LoadWeightsRequest, job.payload), self._model(job)
         if model.snapshots.last != job.seq_id:  # else its worker died after it was done and before it could say so
-            folder = self._kept_checkpoint(job, request.path)
+            with self._disk.room("The model with what it loads", self._adapter_bytes(model)):
+                folder = self._kept_checkpoint(job, request.path)
             adapter = self.live.begin(model) if job.seq_id == 0 else self._adapter(job)
             _load(request, folder, adapter)
             self.live.has_loaded(model.model_id, job.seq_id)
@@ -431,7 +452,7 @@ def _spec(model: Model) -> AdapterSpec:
 def _load(request: LoadWeightsRequest, folder: Path, adapter: Adapter) -> None:
     try:
         adapter_files.read_adapter(folder, adapter, with_optimizer=request.optimizer)
-    except (FileNotFoundError, SafetensorError) as error:
+    except DamagedError as error:
         raise InvalidInputError(
             f"The files of {request.path} are damaged ({error}), so it was not loaded and nothing was changed. Load "
             "another checkpoint, or ask who runs the server for a backup.",
@@ -440,14 +461,17 @@ def _load(request: LoadWeightsRequest, folder: Path, adapter: Adapter) -> None:
         ) from error
 
 
-def refused(error: InvalidInputError) -> Failed:
-    return Failed(error=error.message, category="server" if isinstance(error, LostError) else "user")
+def refused(job: Job, error: InvalidInputError) -> Failed:
+    """The outcome of a job that cannot be done. The text is for its client: it may quote what was sent."""
+    category: ErrorCategory = "server" if isinstance(error, LostError) else "user"
+    log.warning("%s failed (%s)", job.kind, category, extra={**of_job(job), "reason": reason(error)})
+    return Failed(error=error.message, category=category, reason=reason(error))
 
 
 def _data_outcome(ready: _Ready, outputs: Sequence[RowOutput]) -> Outcome:
     for output in outputs:
         if output.error is not None:
-            return Failed(error=output.error.message, category="user")
+            return refused(ready.job, output.error)
     result = ForwardBackwardOutput(
         loss_fn_output_type="ArrayRecord",
         loss_fn_outputs=[

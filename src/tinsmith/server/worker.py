@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import TypeVar
 from uuid import uuid4
 
 from tinsmith.errors import InvalidInputError
@@ -24,6 +26,7 @@ from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.generate import SampleDone
 from tinsmith.server.engine.running import SampleWork
 from tinsmith.server.engine.stopping import Decode
+from tinsmith.server.full_disk import DiskFullError, WaitingForRoom, is_full
 from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import Replay, WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
@@ -39,6 +42,8 @@ from tinsmith.server.worker_metrics import WorkerMetrics
 from tinsmith.types import SampleRequest, SamplingParams
 from tinsmith.wire import json, proto
 
+T = TypeVar("T")
+
 LOOK_AGAIN_SECONDS = 1.0
 MAX_CLAIMED_TRAINING = 64
 MAX_CLAIMED_SAMPLES = 256
@@ -52,6 +57,8 @@ NEGLIGIBLE = 1e-6
 class Worker:
     """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`, and what is done again.
 
+    `tell_no_room` hears which models wait for room on the disk, and `tell_held_up` that all work waits for it.
+
     `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
     """
 
@@ -64,6 +71,8 @@ class Worker:
         tell_done: Callable[[Sequence[str]], None],
         forgiven: Collection[str] = (),
         tell_replay: Callable[[Replay], None] = lambda replay: None,
+        tell_no_room: Callable[[Mapping[str, str]], None] = lambda reasons: None,
+        tell_held_up: Callable[[Exception], None] = lambda error: None,
         metrics: WorkerMetrics | None = None,
     ) -> None:
         self._name = f"worker-{uuid4().hex[:12]}"
@@ -79,6 +88,8 @@ class Worker:
         snapshots = SnapshotFolders(state / "snapshots")
         self._metrics = metrics or WorkerMetrics()
         self._tell_replay = tell_replay
+        self._tell_held_up = tell_held_up
+        self._no_room = WaitingForRoom(state, tell_no_room)
         self._trainer = Trainer(engine, store, folders, snapshots, self._weights, settings, self._note_replay)
         self._trainer.live.metrics = self._metrics
         self._decode = tokenizer_decode(Path(settings.folder))
@@ -149,14 +160,17 @@ class Worker:
 
     def _look(self) -> None:
         """Takes new jobs from the store, and drops what nobody wants any more."""
-        claimed = self._store.jobs.claim(
+        claim = partial(
+            self._store.jobs.claim,
             self._base_model,
             self._name,
             train=MAX_CLAIMED_TRAINING - len(self._training),
             sample=MAX_CLAIMED_SAMPLES - len(self._sampling) - len(self._to_sample),
             train_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._training),
             sample_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._to_sample) - _payload_bytes(self._sampling),
+            without=self._no_room.look(),
         )
+        claimed = self._written(claim)
         for job in claimed:
             (self._training if job.lane == "train" else self._to_sample)[job.request_id] = job
         if self._sampling or self._to_sample:
@@ -193,16 +207,35 @@ class Worker:
         ]
         batch = schedule(waiting, Served(self._by_owner, self._by_model), self._engine.train_token_budget)
         jobs = self._trainer.live.that_fit([self._training[job.request_id] for job in batch])
+        self._begin(jobs)
+        started = time.perf_counter()
+        try:
+            outcomes = self._trainer.run(jobs)
+        except DiskFullError as error:
+            self._wait_for_room(jobs, error)
+            return jobs[0].kind
         for job in jobs:
             del self._training[job.request_id]
         note_served(self._by_owner, [(job.owner, job.size) for job in jobs])
         note_served(self._by_model, [(job.model_id or "", job.size) for job in jobs])
-        self._begin(jobs)
-        started = time.perf_counter()
-        accepted = self._complete(self._trainer.run(jobs), jobs)
+        accepted = self._complete(outcomes, jobs)
         self._trainer.live.finished(jobs, accepted, time.perf_counter() - started)
         self._may_claim = True  # the next jobs of these models
         return jobs[0].kind
+
+    def _wait_for_room(self, jobs: Sequence[Job], error: DiskFullError) -> None:
+        """Puts back all jobs of those models that cannot go on: where there is none in memory yet, those; or else all.
+
+        The others of the batch were begun for nothing, and stay.
+        """
+        models = {job.model_id or "" for job in jobs}
+        stopped = {model_id for model_id in models if model_id not in self._trainer.live} or models
+        begun = [job.request_id for job in jobs]
+        release = partial(self._store.jobs.release, self._base_model, self._name, begun, stopped)
+        self._tell_done(self._written(release))
+        self._begun.difference_update(begun)
+        self._training = {key: job for key, job in self._training.items() if job.model_id not in stopped}
+        self._no_room.add(stopped, error)
 
     # Sampling
 
@@ -216,7 +249,7 @@ class Worker:
         try:
             work = self._work(job)
         except InvalidInputError as error:
-            self._complete({job.request_id: refused(error)})
+            self._complete({job.request_id: refused(job, error)})
         except StoreUnavailableError:
             raise
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
@@ -287,9 +320,9 @@ class Worker:
         if done.response is not None:
             return Done(result=proto.encode_sample_response(done.response), content_type=PROTOBUF)
         assert done.error is not None
-        if isinstance(done.error, InvalidInputError):
-            return Failed(error=done.error.message, category="user")
         assert job is not None
+        if isinstance(done.error, InvalidInputError):
+            return refused(job, done.error)
         return server_failure(job, done.error, self._engine)
 
     def _fail_all_samples(self, error: Exception) -> None:
@@ -313,9 +346,22 @@ class Worker:
 
     # Both
 
+    def _written(self, write: Callable[[], T]) -> T:
+        """As soon as there is room for it: what is in memory would have to be built again, and to be written then."""
+        while True:
+            try:
+                return write()
+            except StoreUnavailableError as error:
+                if not is_full(error) or self._bell.is_closed:
+                    raise
+                self._tell_held_up(error)
+            self._watchdog.rest()
+            time.sleep(LOOK_AGAIN_SECONDS)
+            self._may_claim |= self._bell.rang()
+
     def _begin(self, jobs: Sequence[Job]) -> None:
         request_ids = [job.request_id for job in jobs]
-        self._store.jobs.begin(self._name, request_ids)
+        self._written(partial(self._store.jobs.begin, self._name, request_ids))
         self._metrics.begun(jobs)
         self._begun.update(request_ids)
 
@@ -323,7 +369,7 @@ class Worker:
         """What became of training jobs, or of samples."""
         events = {job.request_id: audit.finished(job, outcomes[job.request_id]) for job in training}
         kept = {request_id: event for request_id, event in events.items() if event is not None}
-        accepted = self._store.jobs.complete(self._name, outcomes, kept)
+        accepted = self._written(partial(self._store.jobs.complete, self._name, outcomes, kept))
         kinds = {job.request_id: job.kind for job in training}
         for request_id, outcome in outcomes.items():
             self._metrics.finished(kinds.get(request_id, "sample"), outcome)

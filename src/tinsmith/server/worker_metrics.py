@@ -10,21 +10,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, get_args
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
 from tinsmith.server.messages import Figure
+from tinsmith.server.reasons import LIMITS
+from tinsmith.server.store.records import Failed, Job, JobKind, Outcome
 
 if TYPE_CHECKING:
     from tinsmith.server.engine.engine import EngineUsage
-    from tinsmith.server.store.records import Job, Outcome
 
 TELL_SECONDS = 1.0
 KINDS = {"train": "training", "sample": "sampling"}
 """What a lane is called where people read it."""
+
+REFUSALS = "tinsmith_quota_refusals_total"
+"""What is over a limit shows in a worker or before it comes to one."""
 
 _Figures: TypeAlias = dict[tuple[str, ...], Figure]
 _WAITS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
@@ -78,6 +83,20 @@ class WorkerMetrics:
         self._snapshot_seconds = counter("snapshot_seconds", "Time that writing them took.")
         counter("worker_restarts", "How often a worker was started anew.")  # counted by who starts them
         self._held_up = counter("held_up", "How often all work stopped until there was a remedy.", "cause")
+        self._refusals = counter("quota_refusals", "What was refused because of a limit.", "limit")
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """A rate over a counter that appears with its first event does not show that event."""
+        for kind in KINDS.values():
+            self._waits.labels(kind)
+        for operation, word in product(get_args(JobKind), ("done", "failed", "cancelled")):
+            self._work.labels(operation)
+            self._finished.labels(operation, word)
+        for outcome in ("written", "failed"):
+            self._snapshots.labels(outcome)
+        for cause in ("disk", "database"):
+            self._held_up.labels(cause)
 
     # Counting
 
@@ -90,6 +109,8 @@ class WorkerMetrics:
 
     def finished(self, operation: str, outcome: Outcome) -> None:
         self._finished.labels(operation, _word(outcome)).inc()
+        if isinstance(outcome, Failed) and outcome.reason in LIMITS:
+            self._refusals.labels(outcome.reason).inc()
 
     def worked(self, operation: str, seconds: float) -> None:
         self._work.labels(operation).inc(seconds)
@@ -107,9 +128,10 @@ class WorkerMetrics:
         self.tell()
 
     def replayed(self, operations: int, seconds: float) -> None:
-        self._replays.inc()
-        self._replayed.inc(operations)
-        self._replay_seconds.inc(seconds)
+        if operations:  # else the model was as its snapshot is, and was only read
+            self._replays.inc()
+            self._replayed.inc(operations)
+            self._replay_seconds.inc(seconds)
 
     def wrote_snapshot(self, size_bytes: int, seconds: float) -> None:
         self._snapshots.labels("written").inc()
@@ -191,17 +213,36 @@ class Told:
         ]
 
 
-_FAMILIES = [*WorkerMetrics().registry.collect()]
+_FAMILIES = [family for family in WorkerMetrics().registry.collect() if family.name != "tinsmith_quota_refusals"]
 _LEVELS = {family.name for family in _FAMILIES if family.type == "gauge"}
 
 
+class Worked(NamedTuple):
+    """What workers did, and how long they were busy with it."""
+
+    seconds: float
+    jobs: float
+
+
+def worked(figures: Iterable[Figure]) -> Worked:
+    seconds = jobs = 0.0
+    for figure in figures:
+        if figure.name == "tinsmith_work_seconds_total":
+            seconds += figure.value
+        elif figure.name == "tinsmith_jobs_finished_total":
+            jobs += figure.value
+    return Worked(seconds, jobs)
+
+
 def families(figures: Mapping[str, Iterable[Figure]]) -> Iterable[Metric]:
-    """Figures by base model, as Prometheus has them."""
+    """Figures by base model, as Prometheus has them; without refusals, which the API process counts too."""
     metrics = [Metric(family.name, family.documentation, family.type) for family in _FAMILIES]
     endings = ("", "_total", "_bucket", "_sum", "_count")
     by_sample = {f"{metric.name}{ending}": metric for metric in metrics for ending in endings}
     for base_model, those in figures.items():
         for figure in those:
+            if figure.name == REFUSALS:
+                continue
             labels = {"base_model": base_model, **figure.labels}
             by_sample[figure.name].add_sample(figure.name, labels, figure.value)
     return metrics

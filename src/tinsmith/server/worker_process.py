@@ -2,7 +2,8 @@
 
 The API process (`keeper.py`) writes one line of settings to its standard input and then one byte whenever there is
 work; when that input ends, the parent is gone and the worker ends too. What it has to say goes to standard output, a
-line of JSON each (`messages.py`). Messages about jobs only save time: both sides look at the store every second.
+line of JSON each (`messages.py`), an empty one every second. Messages about jobs only save time: both sides look at the
+store every second.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -22,7 +24,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.server import logs
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine, choose_threads
-from tinsmith.server.full_disk import DiskFullError, is_full
+from tinsmith.server.full_disk import is_full
 from tinsmith.server.messages import Figure, Message, Replay, WorkerSettings
 from tinsmith.server.outage import Outage
 from tinsmith.server.soundness import try_engine
@@ -32,7 +34,7 @@ from tinsmith.server.suspects import HELD_UP
 from tinsmith.server.worker import LOOK_AGAIN_SECONDS, Worker
 from tinsmith.server.worker_metrics import WorkerMetrics
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("tinsmith.server.worker_process")  # which has another name when it is started
 
 _INPUT = 0
 _HELD_UP = {
@@ -49,7 +51,8 @@ def main() -> None:
     logs.configure(settings.log_format, settings.log_level, base_model=settings.base_model)
     logs.log_what_ends_us()
     hold_as_worker(Path(settings.state))
-    run(settings, _opened_store(settings.database))
+    with _telling_that_we_live():
+        run(settings, _opened_store(settings.database))
 
 
 def run(settings: WorkerSettings, store: Store) -> None:
@@ -62,20 +65,25 @@ def run(settings: WorkerSettings, store: Store) -> None:
             outage.is_over()
             _tell(Message(done=tuple(request_ids)))
 
+    def tell_held_up(error: Exception) -> None:
+        if is_full(error):
+            cause, what = "disk", f"The disk of {settings.state} is full, so work waits until there is room"
+        else:
+            cause, what = "database", "The database is out of reach, so work waits until it is back"
+        outage.met(what, error)
+        metrics.was_held_up(cause)
+        _tell(Message(held_up=_HELD_UP[cause]))
+
     _tell(Message(ready=True))
     forgiven: Collection[str] = ()
     while not bell.is_closed:
-        worker = Worker(settings, store, engine, bell, tell_done, forgiven, _tell_replay, metrics)
+        worker = Worker(
+            settings, store, engine, bell, tell_done, forgiven, _tell_replay, _tell_no_room, tell_held_up, metrics
+        )
         try:
             worker.run()
-        except (StoreUnavailableError, DiskFullError) as error:
-            if isinstance(error, DiskFullError) or is_full(error):
-                cause, what = "disk", f"The disk of {settings.state} is full, so work waits until there is room"
-            else:
-                cause, what = "database", "The database is out of reach, so work waits until it is back"
-            outage.met(what, error)
-            metrics.was_held_up(cause)
-            _tell(Message(held_up=_HELD_UP[cause]))
+        except StoreUnavailableError as error:
+            tell_held_up(error)
         else:
             return
         forgiven = worker.abandon()
@@ -87,6 +95,10 @@ def _tell_replay(replay: Replay) -> None:
     _tell(Message(replay=replay))
 
 
+def _tell_no_room(reasons: Mapping[str, str]) -> None:
+    _tell(Message(no_room=dict(reasons)))
+
+
 def _tell_figures(figures: Sequence[Figure]) -> None:
     _tell(Message(figures=tuple(figures)))
 
@@ -95,6 +107,24 @@ def _tell(message: Message) -> None:
     with suppress(BrokenPipeError):  # the parent is gone, which the bell will tell
         sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
         sys.stdout.buffer.flush()
+
+
+@contextmanager
+def _telling_that_we_live() -> Iterator[None]:
+    """In a thread of its own, since a step may take long. What hangs is the business of the watchdog."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(LOOK_AGAIN_SECONDS):
+            _tell(Message())
+
+    thread = threading.Thread(target=tell, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _opened_store(url: str) -> Store:

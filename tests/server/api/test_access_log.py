@@ -31,8 +31,26 @@ def test_each_request_has_a_line_at_the_level_of_its_weight(server: RunningServe
     assert (shown["level"], shown["route"], shown["model_id"]) == ("info", "/api/v1/training_runs/{run_id}", run)
     (refused,) = lines_of(server, lambda: server.post("optim_step", {"model_id": "nothing", "seq_id": 1}))
     assert (refused["level"], refused["status"], refused["model_id"]) == ("info", 404, "nothing")
+    assert refused["reason"] == "There is no model"
     (unknown,) = lines_of(server, lambda: server.get(f"{WORD}?key={WORD}"))
     assert (unknown["level"], unknown["message"]) == ("info", "no such route: 404")
+
+
+def test_who_is_turned_away_has_a_line_that_says_why(server: RunningServer) -> None:
+    (keyless,) = lines_of(server, lambda: server.get("sessions", key=None))
+    assert (keyless["status"], keyless["reason"]) == (401, "The header X-API-Key is missing")
+    (wrong,) = lines_of(server, lambda: server.get(f"sessions?limit={WORD}"))
+    assert (wrong["status"], wrong["reason"]) == (422, "UnprocessableEntityError")
+    assert WORD not in str(wrong)
+
+
+def test_an_operation_that_is_refused_is_a_warning_that_names_the_field_alone(server: RunningServer) -> None:
+    run = server.model()
+    body = {"model_id": run, "seq_id": 1, "path": f"../{WORD}"}
+    warning, _ = lines_of(server, lambda: server.post("save_weights", body))
+    assert (warning["level"], warning["message"]) == ("warning", "save_weights was refused (user)")
+    assert (warning["request_id"], warning["reason"]) == (f"{run}:1", "InvalidInputError: path")
+    assert WORD not in str(warning)
 
 
 def test_a_failure_says_where_and_about_what_but_not_what_was_sent(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.server.api.running import RunningServer
+from tests.server.api.running import MODELS, RunningServer
 from tests.server.api.test_tidying import Minutes
 from tinsmith.server.store.records import AuditEvent, CheckpointKey, NewEvent
 
@@ -90,7 +90,8 @@ def test_what_is_refused_is_known_too(shared: RunningServer) -> None:
         ("checkpoint_set_ttl", "refused"),
         ("session_end", "refused"),
     ]
-    assert events[0].details == {"status": 404, "run_id": run, "kind": "weights", "name": "state"}
+    named = {"run_id": run, "kind": "weights", "name": "state"}
+    assert events[0].details == {"status": 404, "reason": "There is no checkpoint", **named}
     assert events[4].details["session_id"] == "nothing\\nhere\\x00"
     assert shared.get("audit", key=BORIS).json()["entries"][0]["event"] == "key_create", "its owner sees deeds only"
 
@@ -102,7 +103,23 @@ def test_an_operation_that_is_refused_or_repeated_is_one_event(shared: RunningSe
         shared.post("load_weights", {"model_id": run, "seq_id": 2, "path": "tinker://x/weights/y"}, key=ANNA)
     events = trail(shared, but=("key_create", "model_create"))
     assert words(events) == [("checkpoint_save", "refused"), ("model_load", "refused")]
-    assert [event.details for event in events] == [{"request_id": f"{run}:1"}, {"request_id": f"{run}:2"}]
+    reasons = ("InvalidInputError: path", "InvalidTypeError: LoadWeightsRequest")
+    assert [event.details for event in events] == [
+        {"request_id": f"{run}:{number}", "category": "user", "reason": reason}
+        for number, reason in enumerate(reasons, start=1)
+    ]
+
+
+def test_a_worker_knows_the_key_that_an_operation_came_with(
+    shared: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared.workers, "_claim", list)
+    body = {"session_id": shared.session(key=BORIS), "model_seq_id": 0, "base_model": MODELS[0]}
+    assert shared.post("create_model", body, key=BORIS).status == 200
+    (job,) = shared.store.jobs.claim(MODELS[0], "worker", train=1)
+    (accepted,) = trail(shared)
+    assert job.key_id == accepted.key_id
+    assert shared.store.keys.get(job.key_id or 0) == shared.store.keys.verify(BORIS)
 
 
 def test_steps_of_training_and_samples_are_no_events(shared: RunningServer) -> None:
@@ -121,6 +138,13 @@ def test_the_end_of_a_session_is_known_once(shared: RunningServer) -> None:
         assert shared.post(f"sessions/{session_id}/finish", body, key=ANNA).status == 204
     (event,) = trail(shared)
     assert (event.event, event.details) == ("session_end", {"session_id": session_id, "reason": "errored"})
+
+
+def test_a_session_that_is_moved_to_where_it_is_makes_no_event(shared: RunningServer) -> None:
+    place = f"/api/v1/sessions/{shared.session(key=ANNA)}/project"
+    moves = [shared.call("PUT", place, {"project_id": name}, key=ANNA).status for name in ("one", "one", "two", "two")]
+    assert moves == [204] * 4
+    assert words(trail(shared)) == [("session_move", "done")] * 2
 
 
 def test_keys_that_are_made_and_revoked_are_known_by_name_alone(shared: RunningServer) -> None:

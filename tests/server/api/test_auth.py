@@ -39,6 +39,12 @@ def test_without_keys_on_another_address_the_server_does_not_start(tmp_path: Pat
     store.close()
 
 
+def test_a_key_that_no_client_would_send_is_refused_and_not_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="number 2 must start with 'tml-'") as error:
+        ServerConfig(models=MODELS, state=tmp_path, api_keys=("tml-good", "my-password"))
+    assert "my-password" not in str(error.value)
+
+
 def test_a_key_made_in_the_store_is_accepted_and_then_revoked_by_its_holder(tmp_path: Path) -> None:
     with RunningServer(tmp_path, api_keys=("tml-first",)) as running:
         made = running.store.keys.create("anna", "laptop", note="for tests")

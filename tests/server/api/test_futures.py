@@ -167,6 +167,15 @@ def test_a_failed_operation_is_a_200_with_error_and_category(server: RunningServ
     assert server.result(step(server, model_id, 2))["metrics"]["step"] == 1
 
 
+def test_an_operation_that_a_restored_server_never_got_is_told_as_that(server: RunningServer) -> None:
+    run = server.model()
+    server.result(server.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}}))
+    answer = poll(server, f"{run}:65")
+    assert answer.status == 410
+    assert f"does not know operation 65 of {run}; it has those up to 1." in answer.json()["detail"]
+    assert "restored" not in poll(server, f"{run}:{'9' * 5000}").json()["detail"]
+
+
 def test_an_unknown_request_is_404_and_one_of_an_own_session_410(server: RunningServer) -> None:
     sampler_id = server.sampler()
     assert poll(server, "nobody:sample:0:1").status == 404

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.api.running import MODELS, RunningServer
 from tinsmith.server import quotas
 from tinsmith.server.messages import Figure
+from tinsmith.server.reasons import LIMITS
 from tinsmith.server.store import StoreUnavailableError
 
 CANARY = "canary-7f3a"
@@ -91,6 +92,16 @@ def test_what_is_refused_because_of_a_limit_is_counted_by_limit(
         found = samples(running)
     assert found["tinsmith_quota_refusals_total", "queued"] == 1
     assert found["tinsmith_quota_refusals_total", "models"] == 1
+
+
+def test_limits_are_on_the_page_before_they_are_met_and_count_wherever_that_is(
+    own: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = samples(own)
+    assert {limit: found["tinsmith_quota_refusals_total", limit] for limit in LIMITS} == dict.fromkeys(LIMITS, 0)
+    told = [Figure("tinsmith_quota_refusals_total", {"limit": "checkpoint_bytes"}, 2.0)]
+    monkeypatch.setattr(own.workers, "figures", lambda base_model: told)
+    assert samples(own)["tinsmith_quota_refusals_total", "checkpoint_bytes"] == 2 * len(MODELS)
 
 
 def test_the_page_is_there_without_a_database(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:

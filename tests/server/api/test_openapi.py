@@ -7,7 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.server.api.running import RunningServer
+from tinsmith.server import full_disk
 from tinsmith.server.openapi import document
 from tinsmith.server.routes import ENDPOINTS
 
@@ -74,6 +77,19 @@ def test_health_and_readiness(server: RunningServer) -> None:
         503,
         "The base model 'tiny/model-1' is still being loaded. The base model 'tiny/model-2' is still being loaded.",
     )
+
+
+def test_who_cannot_work_is_not_ready(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.workers.trouble = "its worker has not been heard of for 20 s"
+    try:
+        stuck = server.call("GET", "/readyz", key=None)
+    finally:
+        server.workers.trouble = None
+    assert stuck.status == 503
+    assert "The base model 'tiny/model-2' waits: its worker has not been heard of for 20 s." in stuck.json()["detail"]
+    monkeypatch.setattr(full_disk, "KEPT_BYTES", 2**62)
+    full = server.call("GET", "/readyz", key=None)
+    assert (full.status, full.json()["detail"]) == (503, "The server's disk is full; make room on it.")
 
 
 def test_the_context_can_be_limited(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import logging
+import os
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -14,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.server.api.running import Answer, RunningServer
-from tests.server.api.test_limits import sample, until
+from tests.server.api.test_limits import LARGE_BYTES, begun_download, sample, until
 from tinsmith.server.recent import Latest
-from tinsmith.server.routes import _call
+from tinsmith.server.routes import _call, _download
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import NewKey
 
@@ -87,7 +89,7 @@ def waiting_poll(
 def test_a_long_poll_of_a_key_that_was_revoked_gets_no_result(
     running: RunningServer, key: NewKey, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
-    monkeypatch.setattr(_call, "_ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(_call, "ASK_AGAIN_SECONDS", 0.0)
     running.workers.hold("sample")
     sampler_id = running.sampler(key=key.plain)
     request_id = sample(running, sampler_id, 0, key=key.plain).json()["request_id"]
@@ -110,7 +112,7 @@ def test_a_long_poll_of_a_key_that_was_revoked_gets_no_result(
 def test_a_body_that_was_on_its_way_when_its_key_was_revoked_is_refused(
     running: RunningServer, key: NewKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_call, "_ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(_call, "ASK_AGAIN_SECONDS", 0.0)
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
     connection.putrequest("POST", "/api/v1/create_session")
     for name, value in {"x-api-key": key.plain, "content-length": "14", "content-type": "application/json"}.items():
@@ -156,6 +158,31 @@ def test_a_download_url_ends_with_its_key(running: RunningServer, key: NewKey) -
     assert fetched(running, [*links, *others]) == [200] * 5
     revoke_elsewhere(running, key)
     assert fetched(running, [*links, *others]) == [403, 403, 403, 200, 200]
+
+
+@pytest.mark.parametrize("file", ["archive.tar", "adapter_model.safetensors"])
+def test_a_download_on_its_way_ends_with_its_key(
+    running: RunningServer,
+    key: NewKey,
+    file: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(_download, "ASK_AGAIN_SECONDS", 0.0)
+    caplog.set_level(logging.INFO)
+    place = exported(running, key.plain)
+    (weights,) = running.config.checkpoints.glob("*/*/out/adapter_model.safetensors")
+    os.truncate(weights, LARGE_BYTES)
+    links = [*running.get(f"{place}/external_weights_urls", key=key.plain).json()["urls"].values()]
+    links.append(running.get(f"{place}/archive", key=key.plain).json()["url"])
+    (link,) = (link.removeprefix(running.url) for link in links if file in link)
+    with begun_download(running, link) as answer:
+        assert len(answer.read(10_000)) == 10_000
+        revoke_elsewhere(running, key)
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            answer.read()
+    assert "A download was broken off: its key was revoked." in caplog.messages
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
 def test_a_download_url_ends_with_what_it_shows(running: RunningServer, key: NewKey) -> None:

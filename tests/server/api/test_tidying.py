@@ -138,6 +138,17 @@ def test_silence_that_nobody_could_have_heard_does_not_count(running: RunningSer
     assert status(running, session_id) == "cancelled"
 
 
+def test_a_clock_that_is_set_forward_ends_no_session(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, session_timeout_seconds=60) as running:
+        minutes = Minutes(running)
+        running.store.sessions._database.now = lambda: minutes.now
+        session_id = running.session()
+        for seconds in (*[15] * 8, 100, *[15] * 4):
+            minutes.now += timedelta(seconds=seconds)
+            minutes.round()
+            assert running.post("session_heartbeat", {"session_id": session_id}).status == 200
+
+
 def test_files_of_copied_weights_go_with_the_last_who_could_ask_for_them(
     running: RunningServer, minutes: Minutes, tmp_path: Path
 ) -> None:
@@ -173,7 +184,7 @@ def test_a_model_that_nobody_uses_is_given_up_a_week_after_its_session(
     running.post(f"sessions/{model_id.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
     minutes.now += timedelta(days=6)
     minutes.round()
-    assert snapshots.checked(model_id, 0).is_dir()
+    assert snapshots.folder(model_id, 0).is_dir()
     minutes.now += timedelta(days=2)
     minutes.round()
     assert list((tmp_path / "snapshots").iterdir()) == []
@@ -184,7 +195,7 @@ def test_a_model_that_nobody_uses_is_given_up_a_week_after_its_session(
 
 
 def test_the_server_tidies_up_by_itself(tmp_path: Path) -> None:
-    with RunningServer(tmp_path, session_timeout_seconds=1) as running:
+    with RunningServer(tmp_path, session_timeout_seconds=2) as running:
         session_id = running.session()
         end = time.monotonic() + 30
         while status(running, session_id) != "cancelled":

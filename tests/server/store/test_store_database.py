@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
@@ -21,7 +23,7 @@ from tests.server.postgres import Postgres
 from tests.server.store.making import DONE, MODEL, at_once, sample, seq_ids, training
 from tinsmith.errors import ConfigError, InvalidInputError
 from tinsmith.server.migrations import upgrade
-from tinsmith.server.store import Store, database, schema
+from tinsmith.server.store import Store, database, identity, schema
 from tinsmith.server.store.database import Database
 
 KILLS = 8
@@ -67,6 +69,93 @@ def test_a_database_of_an_earlier_release_keeps_what_it_holds(empty: str) -> Non
     assert store.jobs.requeue("tiny", max_attempts=1, error="") == []
     assert [(job.seq_id, job.attempts) for job in store.jobs.claim("tiny", "w", train=10)] == [(4, 0)]
     store.close()
+
+
+def test_every_database_has_an_id_of_its_own_and_keeps_it(empty: str, tmp_path: Path) -> None:
+    engine = database._open(empty)
+    with engine.begin() as connection:
+        upgrade(connection, "0002")
+    engine.dispose()
+    found = []
+    for url in (empty, empty, f"sqlite:///{tmp_path}/other.db"):
+        store = Store(url)
+        found.append(store.identity.database_id())
+        store.close()
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.fixture
+def quick_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(identity, "KEEP_SECONDS", 0.01)
+
+
+def refusal(url: str) -> str:
+    """Of one more server."""
+    store = Store(url)
+    try:
+        with pytest.raises(ConfigError) as caught, store.identity.sole_use("too much"):
+            raise AssertionError("two servers on one database")
+    finally:
+        store.close()
+    return str(caught.value)
+
+
+def test_a_second_server_on_a_database_is_refused_and_told_who_has_it(empty: str, quick_locks: None) -> None:
+    store = Store(empty)
+    for name in ("first", "second"):
+        with store.identity.sole_use(name):
+            told = refusal(empty)
+        assert told.startswith("Another server uses")
+        assert (name if empty.startswith("postgresql") else "new/folder/tinsmith.db") in told
+    store.close()
+
+
+_HOLD = """
+import sys
+from tinsmith.server.store import Store
+with Store(sys.argv[1]).identity.sole_use("victim"):
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_database_of_a_killed_server_is_free(empty: str) -> None:
+    command = [sys.executable, "-c", _HOLD, empty]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"holds\n"
+        process.kill()
+    store = Store(empty)
+    with store.identity.sole_use("successor"):
+        pass
+    store.close()
+
+
+def test_a_restart_of_postgres_lets_no_second_server_in(postgres: Postgres, quick_locks: None) -> None:
+    url = postgres.new_database()
+    store = Store(url)
+    with store.identity.sole_use("first"):
+        postgres.stop()
+        postgres.start()
+        with psycopg.connect(url, autocommit=True) as connection:
+            while not connection.execute("SELECT 1 FROM pg_locks WHERE locktype = 'advisory'").fetchall():
+                time.sleep(0.01)
+        assert "first" in refusal(url)
+    store.close()
+
+
+def test_a_server_whose_database_another_one_has_used_stops(postgres: Postgres, quick_locks: None) -> None:
+    stopped = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stopped.set())
+    store = Store(postgres.new_database())
+    try:
+        with store.identity.sole_use("first"):
+            store._database.write(lambda connection: connection.execute(schema.identity.update().values(used_by="me")))
+            assert stopped.wait(30)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        store.close()
 
 
 def test_many_that_open_a_new_database_at_once_all_can_use_it(empty: str) -> None:

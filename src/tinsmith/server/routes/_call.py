@@ -20,6 +20,7 @@ from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, Paperwork
+from tinsmith.server.reasons import limit_of
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
@@ -41,10 +42,10 @@ _WORTH_A_THREAD = 64 * 1024
 """Bytes above which decoding would hold up the other requests for a millisecond or more."""
 
 _SILENCE_SECONDS = 60.0
-"""How long a body may pause on its way: a client that is gone without a word must not be waited for."""
+"""How long a body or a file may pause on its way: a client that is gone without a word must not be waited for."""
 
 _LEAST_BYTES_PER_SECOND = 16 * 1024
-"""How quickly a body must come, after a pause that it may make once: a trickle would hold its connection for days."""
+"""How quickly it must pass, after a pause that it may make once: a trickle would hold its connection for days."""
 
 _FIRST_PIECE_SECONDS = 0.5
 """How long is waited for the first bytes of a body that is too large; its sender may be waiting for the answer."""
@@ -61,7 +62,9 @@ _JSON_GROWTH = 8
 """So many times larger than its text is what JSON is decoded to, as long as it is good for anything."""
 
 _LONGEST_DETAIL = 1000
-_ASK_AGAIN_SECONDS = 1.0
+
+ASK_AGAIN_SECONDS = 1.0
+"""How long a key is taken for good within one request."""
 
 
 def status_error(status: int, detail: str) -> APIStatusError:
@@ -112,6 +115,11 @@ class Services:
     models_in_use: Recent[tuple[str, str], TrainedModel]
     """By owner and id: every operation of a training loop asks for the same one."""
     samplers_in_use: Recent[tuple[str, str], Sampler]
+
+    def count_refusal(self, error: Exception) -> None:
+        """If a limit was the reason."""
+        if (limit := limit_of(error)) is not None:
+            self.refusals[limit] += 1
 
 
 async def identified(request: Request, services: Services) -> Caller:
@@ -164,7 +172,7 @@ class Call:
 
     async def check_again(self) -> None:
         """The key may have been revoked since the request came. Who came only now need not be asked again."""
-        if time.monotonic() - self.since > _ASK_AGAIN_SECONDS:
+        if time.monotonic() - self.since > ASK_AGAIN_SECONDS:
             await identified(self.request, self.services)
 
     def part(self, name: str) -> str:
@@ -261,6 +269,22 @@ def nothing() -> Response:
     return Response(status_code=204)
 
 
+@contextlib.asynccontextmanager
+async def paced() -> AsyncIterator[Callable[[int], None]]:
+    """`TimeoutError` if bytes pass too slowly, or none for long; what is given is to be told how many have passed."""
+    clock = asyncio.get_running_loop()
+    started, passed = clock.time(), 0
+    async with asyncio.timeout(_SILENCE_SECONDS) as patience:
+
+        def have_passed(size: int) -> None:
+            nonlocal passed
+            passed += size
+            earned = passed / _LEAST_BYTES_PER_SECOND
+            patience.reschedule(min(clock.time(), started + earned) + _SILENCE_SECONDS)
+
+        yield have_passed
+
+
 async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
     """The body, as far as the limit allows: what is larger is refused before it takes memory."""
     declared = request.headers.get("content-length", "")
@@ -270,17 +294,14 @@ async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
     memory.grow(expected)  # at once: bodies that were half received when the room ended would all be in vain
     body = bytearray()
     stream: AsyncIterator[bytes] = request.stream()
-    clock = asyncio.get_running_loop()
-    started = clock.time()
     try:
-        async with asyncio.timeout(_SILENCE_SECONDS) as patience:
+        async with paced() as have_passed:
             async for piece in stream:
                 if len(body) + len(piece) > limit:
                     raise TooLargeError(_too_large(len(body) + len(piece), limit), bytes(body or piece)[:_PIECE_BYTES])
                 memory.grow(0 if expected else len(piece))
                 body += piece
-                earned = len(body) / _LEAST_BYTES_PER_SECOND
-                patience.reschedule(min(clock.time(), started + earned) + _SILENCE_SECONDS)
+                have_passed(len(piece))
     except TimeoutError:
         raise status_error(
             408, f"The body stopped, or came too slowly, after {len(body):,} bytes. Send the request again."

@@ -29,15 +29,20 @@ def signed_url(call: Call, path: str, expires: datetime) -> str:
 async def reader_of(call: Call, path: str) -> str:
     """The owner of the key that this URL was made with: what that key may read now, the URL may."""
     key, expires, signature = (call.request.query_params.get(name, "") for name in ("key", "expires", "signature"))
-    authority = call.services.authority
-    if not authority.secret.has_signed(_statement(path, key, expires), signature):
+    if not call.services.authority.secret.has_signed(_statement(path, key, expires), signature):
         raise status_error(403, "This URL was not made by this server, or was changed. Ask for a new one.")
     if int(expires) < datetime.now(UTC).timestamp():
         raise status_error(403, "This URL has expired. Ask for a new one.")
-    owner = await call.stored(authority.owner_of, int(key) if key else None)
+    owner = await owner_of_key(call)
     if owner is None:
         raise status_error(403, "The key that this URL was made with was revoked. Ask for a new one with another.")
     return owner
+
+
+async def owner_of_key(call: Call) -> str | None:
+    """Whose key a URL, which `reader_of` has seen, was made with; `None` once it was revoked."""
+    key = call.request.query_params["key"]
+    return await call.stored(call.services.authority.owner_of, int(key) if key else None)
 
 
 def _statement(path: str, key: str, expires: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server import audit, logs
 from tinsmith.server.checks import check_base_model, refuse
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.reasons import reason
 from tinsmith.server.routes._call import Call, parse_json, reply, shortened, status_error
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.store import ids
@@ -19,6 +21,8 @@ from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model
 from tinsmith.types import UntypedAPIFuture
 from tinsmith.types._model import Request
 from tinsmith.wire import json
+
+log = logging.getLogger(__name__)
 
 R = TypeVar("R", bound=Request)
 
@@ -29,10 +33,14 @@ async def accept(
     """Queue the job, or record why it was refused."""
     logs.about(session_id=job.session_id, model_id=job.model_id)
     if refusal is not None:
-        return await settle(call, job, Failed(error=shortened(refusal.message), category="user"))
-    await call.services.backlog.admit(job)
-    event = audit.submitted(call, job, is_refused=False)
-    enqueued = await _enqueue(call, Submission(job=job, model=model, event=event))
+        call.services.count_refusal(refusal)
+        failed = Failed(error=shortened(refusal.message), category="user", reason=reason(refusal))
+        return await settle(call, job, failed)
+    if call.caller.key is not None:
+        job = msgspec.structs.replace(job, key_id=call.caller.key.key_id)
+    async with call.services.backlog.admitted(job):
+        event = audit.submitted(call, job)
+        enqueued = await _enqueue(call, Submission(job=job, model=model, event=event))
     if job.base_model is not None:
         call.services.workers.wake(job.base_model)
     return enqueued
@@ -57,8 +65,11 @@ async def settle(call: Call, job: NewJob, outcome: Done | Failed) -> Enqueued:
     """Record a job that needs no worker, with its outcome."""
     content = outcome.error.encode() if isinstance(outcome, Failed) else outcome.result
     call.services.paperwork.charge(call.owner, len(content))
-    event = audit.submitted(call, job, is_refused=True) if isinstance(outcome, Failed) else None
+    event = audit.submitted(call, job, outcome) if isinstance(outcome, Failed) else None
     enqueued = await call.services.intake.add(Submission(job=job, outcome=outcome, event=event))
+    if isinstance(outcome, Failed) and enqueued.is_new:
+        about = {"request_id": enqueued.request_id, "reason": outcome.reason}
+        log.warning("%s was refused (%s)", job.kind, outcome.category, extra=about)
     call.services.waiting.notice([enqueued.request_id])
     return enqueued
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import ExitStack
 from functools import partial
 
 from starlette.responses import FileResponse, Response, StreamingResponse
@@ -11,10 +12,11 @@ from tinsmith.errors import APIStatusError
 from tinsmith.server import audit
 from tinsmith.server.checks import check_ttl, refuse
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
+from tinsmith.server.routes._download import Download
 from tinsmith.server.routes._found import checkpoint_at
 from tinsmith.server.routes._paging import page_of
 from tinsmith.server.routes._shown import shown_checkpoint
-from tinsmith.server.routes._signed import expiry_of_urls, reader_of, signed_url
+from tinsmith.server.routes._signed import expiry_of_urls, owner_of_key, reader_of, signed_url
 from tinsmith.server.routes.weights import expiry
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import CheckpointKey
@@ -107,7 +109,14 @@ async def download(call: Call) -> Response:
     reader = await reader_of(call, _file_path(key, file))
     if await call.stored(call.store.checkpoints.get, key, reader) is None:
         raise _missing(key)
-    return await (_archive(call, key) if file == _ARCHIVE else _file(call, key, file))
+
+    async def may_read() -> bool:
+        return await owner_of_key(call) is not None
+
+    with ExitStack() as held:
+        held.enter_context(call.services.open_requests.one_more(reader))
+        answer = await (_archive(call, key) if file == _ARCHIVE else _file(call, key, file))
+        return Download(answer, may_read, held.pop_all(), reader)
 
 
 async def _file(call: Call, key: CheckpointKey, name: str) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 
 from starlette.responses import Response
@@ -30,6 +31,7 @@ from tinsmith.wire import json, proto
 
 _AWAY = "the server's database is out of reach; work goes on when it is back"
 _AWAY_SECONDS = 5.0
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 async def retrieve_future(call: Call) -> Response:
@@ -61,7 +63,22 @@ async def _unknown(call: Call, request_id: str) -> APIStatusError:
     session = await call.stored(call.store.sessions.get, request_id.partition(":")[0], call.owner)
     if session is None:
         return status_error(404, f"There is no request {request_id!r}.")
-    return _expired(request_id)
+    return await _never_arrived(call, request_id) or _expired(request_id)
+
+
+async def _never_arrived(call: Call, request_id: str) -> APIStatusError | None:
+    """An operation that was acknowledged and is not here is one that a restored backup does not have."""
+    model_id, _, number = request_id.rpartition(":")
+    if not _NUMBER.fullmatch(number) or await call.stored(call.store.models.get, model_id, call.owner) is None:
+        return None
+    missing = await call.stored(call.store.jobs.first_missing, model_id)
+    if int(number) < missing:
+        return None
+    return status_error(
+        410,
+        f"The server does not know operation {number} of {model_id}; it has those up to {missing - 1}. It was probably "
+        "restored from a backup. Go on from a checkpoint, in a new client.",
+    )
 
 
 def _expired(request_id: str) -> APIStatusError:
@@ -113,7 +130,8 @@ def _why_paused(call: Call, status: Status) -> str | None:
     if not workers.is_ready(status.base_model):
         is_served = status.base_model in call.services.models
         return f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
-    return workers.held_up(status.base_model) or _replay(workers.replay(status.base_model), status)
+    stream = status.request_id.rpartition(":")[0]
+    return workers.held_up(status.base_model, stream) or _replay(workers.replay(status.base_model), status)
 
 
 def _replay(replay: Replay | None, status: Status) -> str | None:

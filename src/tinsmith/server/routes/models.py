@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checks import check_base_model, check_lora, check_optimizer, refuse, text_metadata
+from tinsmith.server.checks import check_base_model, check_lora, check_optimizer, text_metadata
 from tinsmith.server.routes._call import Call, Endpoint, reply
 from tinsmith.server.routes._found import model_named, open_session
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, numbered_body, text_field
@@ -51,6 +51,20 @@ async def create_model(call: Call) -> Response:
     return await accept_model(call, job, model)
 
 
+class TooManyModelsError(InvalidInputError):
+    """Not an answer to come again: an owner's models become fewer in days, and no client waits for that."""
+
+    limit = "models"
+
+    def __init__(self, most: int, idle_seconds: int) -> None:
+        super().__init__(
+            f"No further model can be made: this owner has {most:,} already, as many as may be. Those of sessions that "
+            f"have ended go when nobody has used them for {idle_seconds / 86400:.3g} days; whoever runs the server can "
+            "allow more with --max-models.",
+            field="base_model",
+        )
+
+
 async def accept_model(call: Call, job: NewJob, model: NewModel) -> Response:
     """One at a time of each owner: requests in the same moment would pass the limit together."""
     async with call.services.making_models[call.owner]:
@@ -62,17 +76,11 @@ async def accept_model(call: Call, job: NewJob, model: NewModel) -> Response:
 
 
 async def _check_room(call: Call, model_id: str) -> None:
-    """Not an answer to come again: an owner's models become fewer in days, and no client waits for that."""
     most = call.services.config.max_models
     if await call.stored(call.store.models.count, call.owner) < most:
         return
     if await call.stored(call.store.models.get, model_id, call.owner) is None:  # the request may be a repeated one
-        call.services.refusals["models"] += 1
-        raise refuse(
-            "base_model",
-            f"cannot be trained once more: this key has {most:,} models already. Those of sessions that have ended go "
-            "when they were not used for long; the owner of the server can allow more with --max-models",
-        )
+        raise TooManyModelsError(most, call.services.config.idle_seconds)
 
 
 def _complete(request: CreateModelRequest) -> CreateModelRequest:

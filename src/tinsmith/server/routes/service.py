@@ -5,7 +5,9 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from tinsmith.server import audit
+from tinsmith.server.full_disk import Disk
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
+from tinsmith.server.waiting import Workers
 from tinsmith.types import (
     AuthTokenResponse,
     ClientConfigRequest,
@@ -90,16 +92,20 @@ async def healthz(call: Call) -> Response:
 
 
 async def readyz(call: Call) -> Response:
-    """Whether every base model is loaded; 503 until then, and for good if one cannot be."""
-    workers = call.services.workers
-    missing = [
-        workers.problem(name) or f"The base model {name!r} is still being loaded."
-        for name in call.services.models
-        if not workers.is_ready(name)
-    ]
-    if missing:
-        raise status_error(503, " ".join(missing))
+    """Whether every base model is loaded and can work; 503 if not, with the reasons."""
+    reasons = list(filter(None, (_why_not(call.services.workers, name) for name in call.services.models)))
+    if not Disk(call.services.config.state).fits(0):
+        reasons.append("The server's disk is full; make room on it.")
+    if reasons:
+        raise status_error(503, " ".join(reasons))
     return reply_plain({"status": "ready"})
+
+
+def _why_not(workers: Workers, base_model: str) -> str | None:
+    if not workers.is_ready(base_model):
+        return workers.problem(base_model) or f"The base model {base_model!r} is still being loaded."
+    held_up = workers.held_up(base_model, "")
+    return held_up and f"The base model {base_model!r} waits: {held_up}."
 
 
 ENDPOINTS = (

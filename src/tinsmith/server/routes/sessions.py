@@ -139,6 +139,7 @@ async def assign_project(call: Call) -> Response:
     request = await call.read(AssignSessionProjectRequest)
     check_text("project_id", request.project_id)
     session_id = call.part("session_id")
+    call.services.paperwork.charge(call.owner, 0)
     event = audit.done(call, "session_move", session_id=session_id)
     if not await call.stored(call.store.sessions.set_project, session_id, call.owner, request.project_id, event):
         raise status_error(404, f"There is no session {session_id!r}.")

@@ -28,7 +28,7 @@ from tinsmith.server.routes._submit import (
 from tinsmith.server.routes.models import accept_model
 from tinsmith.server.routes.sessions import DEFAULT_PROJECT
 from tinsmith.server.store import ids
-from tinsmith.server.store.checkpoints import no_room
+from tinsmith.server.store.checkpoints import NoRoomError
 from tinsmith.server.store.records import Checkpoint, CheckpointKey, Model, NewCheckpoint, NewJob, NewModel
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -103,8 +103,7 @@ async def _check_disk(call: Call) -> None:
     """So that nobody waits in vain. How much a save needs is known when it is written, and checked then."""
     most = call.services.config.max_checkpoint_bytes
     if most is not None and (used := await call.stored(call.store.checkpoints.kept_bytes, call.owner)) >= most:
-        call.services.refusals["checkpoint_bytes"] += 1
-        raise no_room(used, 0, most)
+        raise NoRoomError(used, 0, most)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from tinsmith.server.store.audit import Audit
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.database import Database, utc_now
 from tinsmith.server.store.forgetting import forget_sessions
+from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.jobs import Jobs
 from tinsmith.server.store.keys import LOCAL_OWNER, Keys
 from tinsmith.server.store.models import Models
@@ -33,6 +34,7 @@ class Store:
 
     def __init__(self, url: str, *, now: Callable[[], datetime] = utc_now) -> None:
         self._database = Database(url, now)
+        self.identity = Identity(self._database)
         self.sessions = Sessions(self._database)
         self.models = Models(self._database)
         self.samplers = Samplers(self._database)
@@ -46,6 +48,16 @@ class Store:
     def forget_sessions(self, idle_since: datetime) -> int:
         """Remove sessions that ended before that time and of which nothing is left; gives back how many."""
         return forget_sessions(self._database, idle_since)
+
+    def begin_reserve(self) -> None:
+        """Keep some room on the disk from now on, so that deletions and revocations fit when it is full."""
+        if self._database.reserve is not None:
+            self._database.reserve.begin()
+
+    def fill_reserve(self) -> None:
+        """Keep it up: some of it may have been used, and there may be room again."""
+        if self._database.reserve is not None:
+            self._database.reserve.fill()
 
     def close(self) -> None:
         self._database.close()

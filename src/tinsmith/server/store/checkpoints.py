@@ -58,7 +58,7 @@ class Checkpoints:
             if row is None:
                 raise name_taken(checkpoint.key)
             if most_bytes is not None and (used := self._kept_bytes(connection, checkpoint.owner)) > most_bytes:
-                raise no_room(used - checkpoint.size_bytes, checkpoint.size_bytes, most_bytes)
+                raise NoRoomError(used - checkpoint.size_bytes, checkpoint.size_bytes, most_bytes)
             if event is not None:
                 note(connection, event, row.created)
             return _checkpoint(row)
@@ -111,7 +111,7 @@ class Checkpoints:
     def set_public(self, key: CheckpointKey, owner: str, public: bool, event: NewEvent | None = None) -> bool:
         """Publish or withdraw; False if the owner has no such checkpoint."""
         update = sa.update(checkpoints).where(_is(key), checkpoints.c.owner == owner, self._is_kept())
-        return self._changed(update.values(public=public), event)
+        return self._changed(update.values(public=public), event, must_fit=not public)
 
     def set_expiry(
         self, key: CheckpointKey, owner: str, expires: datetime | None, event: NewEvent | None = None
@@ -122,16 +122,17 @@ class Checkpoints:
 
     def delete(self, key: CheckpointKey, owner: str, event: NewEvent | None = None) -> bool:
         """Forget a checkpoint (its files are the caller's to remove); False if the owner has no such one."""
-        return self._changed(sa.delete(checkpoints).where(_is(key), checkpoints.c.owner == owner), event)
+        delete = sa.delete(checkpoints).where(_is(key), checkpoints.c.owner == owner)
+        return self._changed(delete, event, must_fit=True)
 
     def delete_expired(self, key: CheckpointKey, event: NewEvent | None = None) -> bool:
         """The same for one whose time is over; False if it was replaced or given more time meanwhile."""
         over = checkpoints.c.expires <= self._database.now()
-        return self._changed(sa.delete(checkpoints).where(_is(key), over), event)
+        return self._changed(sa.delete(checkpoints).where(_is(key), over), event, must_fit=True)
 
-    def _changed(self, statement: sa.Update | sa.Delete, event: NewEvent | None) -> bool:
-        now = self._database.now()
-        return self._database.write(noted(lambda c: c.execute(statement).rowcount > 0, event, now))
+    def _changed(self, statement: sa.Update | sa.Delete, event: NewEvent | None, *, must_fit: bool = False) -> bool:
+        work = noted(lambda c: c.execute(statement).rowcount > 0, event, self._database.now())
+        return self._database.write(work, must_fit=must_fit)
 
     def expired(self, limit: int = 100) -> list[Checkpoint]:
         """Those whose time is over: `delete_expired` them, and remove their files."""
@@ -194,14 +195,31 @@ def name_taken(key: CheckpointKey) -> InvalidInputError:
     )
 
 
-def no_room(used: int, more: int, most: int) -> InvalidInputError:
-    """Not an answer to come again: what a key keeps becomes less when its owner deletes something."""
-    what = f"{more:,} more bytes" if more else "More"
-    return InvalidInputError(
-        f"{what} cannot be saved: the checkpoints of this key take up {used:,} bytes, and {most:,} at most may. Delete "
-        "some, for example with `tinsmith checkpoint delete`, or save them with ttl_seconds.",
-        field="path",
+class NoRoomError(InvalidInputError):
+    """Not an answer to come again: what is kept becomes less when its owner deletes something."""
+
+    limit = "checkpoint_bytes"
+
+    def __init__(self, used: int, more: int, most: int) -> None:
+        super().__init__(_no_room(used, more, most), field="path")
+
+
+def _no_room(used: int, more: int, most: int) -> str:
+    if more > most:
+        return (
+            f"This checkpoint alone, {_gib(more)}, is over the limit of {_gib(most)}. Use a lower rank, or ask whoever "
+            "runs the server for a higher --max-checkpoints-gib."
+        )
+    what = f"A checkpoint of {_gib(more)}" if more else "A checkpoint"
+    return (
+        f"{what} cannot be saved: the checkpoints of this owner take up {_gib(used)}, and {_gib(most)} at most may. "
+        "Delete some, for example with `tinsmith checkpoint delete`, or save them with ttl_seconds."
     )
+
+
+def _gib(size: int) -> str:
+    """Exact enough to tell an amount from a limit that it is just above."""
+    return f"{size / 2**30:.3g} GiB ({size:,} bytes)"
 
 
 def _is(key: CheckpointKey) -> sa.ColumnElement[bool]:

@@ -19,6 +19,7 @@ from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from tinsmith.errors import ConfigError, InvalidInputError, MissingExtraError
 from tinsmith.server.store import schema
+from tinsmith.server.store.reserve import Reserve, is_full
 
 T = TypeVar("T")
 Row: TypeAlias = Any
@@ -45,11 +46,12 @@ class Database:
         self.now = now
         self.engine = _open(url)
         self.is_sqlite = self.engine.dialect.name == "sqlite"
+        self.reserve = Reserve(Path(self._sqlite_file).parent) if self.is_sqlite else None
         self._glances: list[sqlite3.Connection] = []
         # Threads of one process queue here, so that only processes have to try again and again (`_begin_sqlite`).
         self._writer: threading.Lock | nullcontext[None] = threading.Lock() if self.is_sqlite else nullcontext()
         try:
-            self._migrate()
+            self._with_reserve(self._migrate)
             if self.is_sqlite:
                 _flush(Path(self._sqlite_file).parent)
         except BaseException:
@@ -95,18 +97,27 @@ class Database:
 
         return read
 
-    def write(self, work: Work[T], *, durable: bool = True) -> T:
+    def write(self, work: Work[T], *, durable: bool = True, must_fit: bool = False) -> T:
         """Run `work` in a transaction; it is committed on return and undone on an exception.
 
         A durable one has reached the disk, so that it outlives a power cut. Without it, it outlives only this process;
-        that is enough for whatever follows from durable facts and would be done again.
+        that is enough for whatever follows from durable facts and would be done again. What `must_fit` is written on
+        a full disk too: what makes room, and what takes somebody's rights away.
         """
-        result = self._write(work, durable)
+        result = self._with_reserve(lambda: self._write(work, durable)) if must_fit else self._write(work, durable)
         if durable and self.is_sqlite:
             # Not by SQLite itself, which would keep everybody else from writing while the disk is busy. What others
             # have written meanwhile comes later in the file, so it is there after a power cut only if this is.
             _flush(Path(f"{self._sqlite_file}-wal"))
         return result
+
+    def _with_reserve(self, write: Callable[[], T]) -> T:
+        while True:
+            try:
+                return write()
+            except sa.exc.OperationalError as error:
+                if self.reserve is None or not is_full(error) or not self.reserve.give_up_a_piece():
+                    raise
 
     def _write(self, work: Work[T], durable: bool) -> T:
         for attempt in range(1, _ATTEMPTS + 1):
@@ -164,7 +175,7 @@ def _open(url: str) -> sa.Engine:
     if parsed.get_backend_name() == "postgresql":
         # A server that was restarted leaves dead connections in the pool; they are found before they are used.
         return sa.create_engine(parsed, pool_pre_ping=True, **options)
-    Path(parsed.database or "").parent.mkdir(parents=True, exist_ok=True)
+    make_private(Path(parsed.database or ""))
     engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_SECONDS}, **options)
     sa.event.listen(engine, "connect", _prepare_sqlite)
     sa.event.listen(engine, "begin", _begin_sqlite)
@@ -199,6 +210,15 @@ def _need_psycopg() -> None:
         import psycopg  # noqa: F401
     except ImportError:
         raise MissingExtraError("psycopg", "postgres", "A PostgreSQL database") from None
+
+
+def make_private(file: Path) -> None:
+    """The database file and its folder, if they are not there: it holds prompts, which are not for all to read.
+
+    SQLite gives the files that it makes beside it the same mode.
+    """
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    os.close(os.open(file, os.O_CREAT | os.O_RDWR, 0o600))
 
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:

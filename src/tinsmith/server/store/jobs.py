@@ -89,6 +89,7 @@ _JOB_COLUMNS = (
     jobs.c.size,
     jobs.c.created,
     jobs.c.attempts,
+    jobs.c.key_id,
     payloads.c.data.label("payload"),
 )
 _LOAD = sa.select(*_JOB_COLUMNS).join(payloads).where(jobs.c.request_id.in_(sa.bindparam("picked", expanding=True)))
@@ -186,11 +187,13 @@ class Jobs:
         sample: int = 0,
         train_bytes: int = sys.maxsize,
         sample_bytes: int = sys.maxsize,
+        without: Collection[str] = (),
     ) -> list[Job]:
         """Take up to so many jobs of each kind that may run, marked as running for this worker.
 
         No more are taken once their payloads have so many bytes; the last one may be larger than what was left, as
-        otherwise one that is larger than the whole would never run.
+        otherwise one that is larger than the whole would never run. None are taken of the models `without` which we
+        work for now.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
         and within an owner the streams take turns. One worker at a time claims for a base model.
@@ -203,15 +206,23 @@ class Jobs:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
-            claims = (self._claim(connection, base_model, worker, lane, *room) for lane, room in wanted.items())
+            pick = _PICK if not without else _PICK.where(sa.func.coalesce(jobs.c.model_id, "").not_in(without))
+            claims = (self._claim(connection, base_model, worker, lane, *room, pick) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
         return self._database.write(write, durable=False)
 
     def _claim(
-        self, connection: sa.Connection, base_model: str, worker: str, lane: Lane, limit: int, room_bytes: int
+        self,
+        connection: sa.Connection,
+        base_model: str,
+        worker: str,
+        lane: Lane,
+        limit: int,
+        room_bytes: int,
+        pick: sa.Select[Any],
     ) -> list[Job]:
-        reached = self._pick(connection, base_model, lane, limit, room_bytes)
+        reached = self._pick(connection, base_model, lane, limit, room_bytes, pick)
         if not reached:
             return []
         picked = list(reached)
@@ -231,7 +242,13 @@ class Jobs:
         return claimed
 
     def _pick(
-        self, connection: sa.Connection, base_model: str, lane: Lane, limit: int, room_bytes: int
+        self,
+        connection: sa.Connection,
+        base_model: str,
+        lane: Lane,
+        limit: int,
+        room_bytes: int,
+        pick: sa.Select[Any],
     ) -> dict[str, int]:
         """Requests and their turns: rounds over the owners, equal parts each round, until a limit or the end."""
         where = {"base_model": base_model, "lane": lane}
@@ -244,7 +261,7 @@ class Jobs:
             for owner in owners[: limit - len(picked)]:
                 self._last_owner[base_model, lane] = owner
                 part = {"owner": owner, "share": min(share, limit - len(picked)), "skip": taken[owner]}
-                rows = connection.execute(_PICK, {**where, **part}).all()
+                rows = connection.execute(pick, {**where, **part}).all()
                 for row in rows:
                     picked[row.request_id] = row.turn
                     taken[owner] += 1
@@ -283,15 +300,22 @@ class Jobs:
         values = {"begun": list(request_ids), "by": worker, "more": 1}
         self._database.write(lambda connection: connection.execute(_BEGIN, values), durable=False)
 
-    def release(self, base_model: str, worker: str, begun: Collection[str]) -> None:
-        """Put back what a worker had claimed that ends in peace; a try that it had begun does not count."""
+    def release(
+        self, base_model: str, worker: str, begun: Collection[str], models: Collection[str] | None = None
+    ) -> list[str]:
+        """Put back what a worker had claimed, of all models or of these; a try that it had begun does not count.
+
+        Gives back the jobs that are over instead, because nobody wants them any more.
+        """
         mine = sa.and_(_RUNNING, jobs.c.base_model == base_model, jobs.c.worker == worker)
+        if models is not None:
+            mine = sa.and_(mine, jobs.c.model_id.in_(models))
 
-        def write(connection: sa.Connection) -> None:
+        def write(connection: sa.Connection) -> list[str]:
             connection.execute(_BEGIN, {"begun": list(begun), "by": worker, "more": -1})
-            self._put_back(connection, mine)
+            return self._put_back(connection, mine)
 
-        self._database.write(write)
+        return self._database.write(write)
 
     def requeue(self, base_model: str, *, max_attempts: int, error: str, forgiven: Collection[str] = ()) -> list[str]:
         """Put back whatever a dead worker had claimed, in its old place; the last try of the forgiven does not count.
@@ -333,7 +357,7 @@ class Jobs:
 
     def cancel(self, request_id: str, owner: str) -> Literal["cancelled", "asked", "finished"] | None:
         """Cancel a queued job at once and ask the worker of a running one; `None` if there is no such job."""
-        return self._database.write(lambda connection: self._cancel(connection, request_id, owner))
+        return self._database.write(lambda connection: self._cancel(connection, request_id, owner), must_fit=True)
 
     def _cancel(
         self, connection: sa.Connection, request_id: str, owner: str

@@ -98,7 +98,7 @@ class Keys:
                 note_event(connection, _event("key_revoke", _key(row), address), now)
             return row is not None
 
-        return self._database.write(write)
+        return self._database.write(write, must_fit=True)
 
 
 def _event(event: str, key: ApiKey, address: str | None) -> NewEvent:

@@ -108,9 +108,9 @@ class Models:
         self._database.write(write)
 
     def snapshots(self) -> dict[str, Snapshots]:
-        """Those of each model that has one."""
+        """Those of each model that can be worked on: it may have none, and yet files that its replay needs."""
         columns = (models.c.snapshot_seq, models.c.previous_snapshot_seq)
-        query = sa.select(models.c.model_id, *columns).where(models.c.snapshot_seq.is_not(None))
+        query = sa.select(models.c.model_id, *columns).where(models.c.trainable, models.c.removed.is_(None))
         return dict(self._database.all(query, lambda row: (row.model_id, _snapshots(row))))
 
     def remove_idle(self, idle_since: datetime) -> list[str]:

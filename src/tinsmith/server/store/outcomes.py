@@ -11,6 +11,7 @@ from tinsmith.server.store.schema import jobs, results
 
 STATUS_COLUMNS = (
     *(jobs.c[name] for name in ("request_id", "kind", "owner", "base_model", "state", "turn", "error", "category")),
+    jobs.c.key_id,
     results.c.content_type,
     results.c.data,
 )
@@ -46,6 +47,7 @@ def status(row: Row) -> Status:
         state=row.state,
         outcome=_outcome(row),
         is_held_up=row.state == "queued" and row.turn is None,
+        key_id=row.key_id,
     )
 
 

@@ -121,6 +121,7 @@ class _Arrival:
             "kind": job.kind,
             "lane": job.lane,
             "owner": job.owner,
+            "key_id": job.key_id,
             "session_id": job.session_id,
             "base_model": job.base_model,
             "model_id": job.model_id,

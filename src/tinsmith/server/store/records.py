@@ -85,6 +85,9 @@ class NewJob(Record):
     size: int = 1
     """Tokens; streams of one owner share the worker in proportion to it."""
 
+    key_id: int | None = None
+    """The key that it came with, for the audit trail."""
+
     @property
     def lane(self) -> Lane:
         return "sample" if self.kind == "sample" else "train"
@@ -112,6 +115,8 @@ class Job(Record):
     attempts: int
     """How often it was begun before; it was running each time when its worker died."""
 
+    key_id: int | None = None
+
     @property
     def lane(self) -> Lane:
         return "sample" if self.kind == "sample" else "train"
@@ -135,6 +140,9 @@ class Done(Record):
 class Failed(Record):
     error: str
     category: ErrorCategory
+    reason: str = ""
+    """What kind of error it was, for the operator (`reasons.py`); not stored with the result, and empty where the log
+    has the whole of it."""
 
 
 class Cancelled(Record):
@@ -175,6 +183,8 @@ class Status(Record):
 
     is_held_up: bool
     """Whether it waits for a lower number of its model that has not arrived."""
+
+    key_id: int | None = None
 
 
 class Completion(Record):

@@ -43,6 +43,13 @@ def _lora() -> list[sa.Column[object]]:
 
 metadata = sa.MetaData()
 
+identity = sa.Table(
+    "identity",  # one row
+    metadata,
+    sa.Column("database_id", sa.Text, primary_key=True),  # also in the state folder that belongs to it
+    sa.Column("used_by", sa.Text),  # with PostgreSQL: the server that was the last to start
+)
+
 _ACTIVE = sa.text("state = 'active'")
 
 sessions = sa.Table(
@@ -146,6 +153,7 @@ jobs = sa.Table(
     sa.Column("kind", sa.Text, nullable=False),
     sa.Column("lane", sa.Text, nullable=False),
     sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("key_id", sa.BigInteger),  # the key that it was submitted with
     sa.Column("session_id", sa.Text, nullable=False),
     sa.Column("base_model", sa.Text),
     sa.Column("model_id", sa.Text),

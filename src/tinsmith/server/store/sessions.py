@@ -8,7 +8,7 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from tinsmith.server.store.audit import note, noted
+from tinsmith.server.store.audit import note
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.models import visible
 from tinsmith.server.store.records import (
@@ -36,6 +36,8 @@ _NEWEST_FIRST = (sessions.c.created.desc(), sessions.c.session_id.desc())
 class Sessions:
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.last_unheard: datetime | None = None
+        """When a heartbeat came here last that could not be written down."""
 
     def create(self, session: NewSession) -> Session:
         now = self._database.now()
@@ -83,7 +85,11 @@ class Sessions:
             connection.execute(update.values(heartbeat=self._database.now()))
             return [states.get(beat) for beat in beats]
 
-        return self._database.write(write, durable=False)
+        try:
+            return self._database.write(write, durable=False)
+        except sa.exc.OperationalError:
+            self.last_unheard = self._database.now()
+            raise
 
     def finish(
         self,
@@ -94,16 +100,8 @@ class Sessions:
         event: NewEvent | None = None,
     ) -> bool:
         """The client says how it ended. The first end of a session stands; False if there is no such session."""
-        mine = sa.and_(sessions.c.session_id == session_id, sessions.c.owner == owner)
         values = {"state": "client_finished", "finish_reason": reason, "finish_detail": detail}
-
-        def write(connection: sa.Connection) -> bool:
-            has_ended = connection.execute(sa.update(sessions).where(mine, _ACTIVE).values(values)).rowcount > 0
-            if event is not None and has_ended:
-                note(connection, event, self._database.now())
-            return connection.scalar(sa.select(sa.literal(1)).select_from(sessions).where(mine)) is not None
-
-        return self._database.write(write)
+        return self._change(session_id, owner, sa.update(sessions).where(_ACTIVE).values(values), event)
 
     def end_silent(self, heard_before: datetime) -> list[str]:
         """The server ends the sessions whose clients were last heard of before that time; gives back their ids."""
@@ -126,10 +124,21 @@ class Sessions:
         return self._database.write(write)
 
     def set_project(self, session_id: str, owner: str, project_id: str, event: NewEvent | None = None) -> bool:
-        """False if there is no such session."""
-        update = sa.update(sessions).where(sessions.c.session_id == session_id, sessions.c.owner == owner)
-        move = update.values(project_id=project_id)
-        return self._database.write(noted(lambda c: c.execute(move).rowcount > 0, event, self._database.now()))
+        """False if there is no such session. To move it to where it is already is no event."""
+        move = sa.update(sessions).where(sessions.c.project_id.is_distinct_from(project_id))
+        return self._change(session_id, owner, move.values(project_id=project_id), event)
+
+    def _change(self, session_id: str, owner: str, change: sa.Update, event: NewEvent | None) -> bool:
+        """The event is noted if there was something to change; False if there is no such session."""
+        mine = sa.and_(sessions.c.session_id == session_id, sessions.c.owner == owner)
+
+        def write(connection: sa.Connection) -> bool:
+            has_changed = connection.execute(change.where(mine)).rowcount > 0
+            if event is not None and has_changed:
+                note(connection, event, self._database.now())
+            return connection.scalar(sa.select(sa.literal(1)).select_from(sessions).where(mine)) is not None
+
+        return self._database.write(write)
 
     def page(self, reader: str, *, limit: int, offset: int = 0, scope: AccessScope = "owned") -> list[str]:
         """The ids, newest first."""
