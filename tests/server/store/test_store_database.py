@@ -374,7 +374,7 @@ def test_the_model_of_the_killed_process_goes_on_in_order(url: str) -> None:
 
 
 def test_a_second_store_of_one_process_leaves_the_locks_of_the_first(tmp_path: Path) -> None:
-    """To close a file takes away all locks of its process: the next one to go would take it for abandoned, and tidy up."""
+    """To close a file takes away all locks of its process: the next to leave would find nobody else, and tidy up."""
     file = tmp_path / "tinsmith.db"
     first, second = (Store(f"sqlite:///{file}") for _ in range(2))
     script = f"import sqlite3; c = sqlite3.connect({str(file)!r}); c.execute('SELECT * FROM jobs'); c.close()"
