@@ -16,7 +16,6 @@ import math
 import secrets
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -33,6 +32,7 @@ from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.paged_attention import prefill_attention
 from tinsmith.server.engine.prompt_scores import PromptScores
 from tinsmith.server.engine.running import Batch, Decoder, DrawnRows, Key, Request, Sample, SampleWork, segments_of
+from tinsmith.server.engine.steps import has_kernels
 from tinsmith.server.engine.stopping import Stopper
 from tinsmith.types import SampledSequence, SampleResponse, TopkLogprobs
 
@@ -474,7 +474,9 @@ def _decoder_for(model: Transformer, pool: KvPool, blocks: Blocks) -> Decoder:
         from tinsmith.server.engine.gpu.fixed import FixedDecoder
 
         return FixedDecoder(model, pool)
-    if model.device.type == "cuda" and find_spec("triton"):
+    size = model.shape.head_dim
+    # The kernels' tiles are as wide as a head, and tiles are powers of two.
+    if model.device.type == "cuda" and has_kernels() and size >= 16 and size & (size - 1) == 0:
         from tinsmith.server.engine.gpu.decoder import DeviceDecoder
 
         return DeviceDecoder(model, pool, blocks.block_size, spare_block=blocks.num_blocks)

@@ -8,11 +8,12 @@ which torch carries along, can keep the blocks instead.
 from __future__ import annotations
 
 import platform
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from tinsmith.server.engine.steps import has_kernels
 
 # A call of oneDNN takes 14 microseconds before it multiplies, one of torch's own in float32 two.
 _WORTH_PACKING = 2**16
@@ -31,7 +32,7 @@ class Matrix:
         self._with_room: Tensor | None = None
         self._bias_with_room: Tensor | None = None
         self._is_deterministic = deterministic
-        self._has_kernel = weight.is_cuda and find_spec("triton") is not None
+        self._has_kernel = weight.is_cuda and has_kernels()
 
     def product(self, x: Tensor) -> Tensor:
         """x W^T + b: [T, in] -> [T, out]"""

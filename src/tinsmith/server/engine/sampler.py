@@ -50,6 +50,15 @@ def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         return x ^ (x >> np.uint64(31))
 
 
+def is_filtered(params: SamplingParams) -> bool:
+    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+
+
+def top_k_of(params: SamplingParams, vocab_size: int) -> int:
+    """How many tokens are looked at, all if no number is given."""
+    return min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+
+
 @dataclass(frozen=True, eq=False)
 class Settings:
     """How each row is drawn, as tensors that last as long as the rows stay the same."""
@@ -73,10 +82,8 @@ class Settings:
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Settings:
         greedy = [params.temperature == 0 for params in rows]
         inverse = [1.0 if params.temperature == 0 else 1 / params.temperature for params in rows]
-        filtered = [
-            index for index, params in enumerate(rows) if params.temperature and (params.top_k > 0 or params.top_p < 1)
-        ]
-        top_k = [min(rows[index].top_k, vocab_size) if rows[index].top_k > 0 else vocab_size for index in filtered]
+        filtered = [index for index, params in enumerate(rows) if is_filtered(params)]
+        top_k = [top_k_of(rows[index], vocab_size) for index in filtered]
         return cls(
             None if all(value == 1 for value in inverse) else torch.tensor(inverse, device=device)[:, None],
             torch.tensor(greedy, device=device) if any(greedy) else None,

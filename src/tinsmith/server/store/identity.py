@@ -87,6 +87,7 @@ class Identity:
             if other != user:
                 log.critical("Another server has begun to use this database, so this one stops: %s.", other)
                 os.kill(os.getpid(), signal.SIGTERM)
+                return
 
     def _used_by(self) -> str:
         return str(self._database.read(lambda connection: connection.scalar(sa.select(identity.c.used_by))))

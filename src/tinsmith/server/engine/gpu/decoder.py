@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tinsmith.server.engine import sampler
 from tinsmith.server.engine.gpu import draw as drawing
 from tinsmith.server.engine.gpu.paged_decode import DeviceTables
 from tinsmith.server.engine.gpu.slot_lora import AdapterSlots, SlotLora, tiles_of
@@ -26,7 +27,6 @@ from tinsmith.server.engine.lora import linear
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.running import Batch, DrawnRows, Outcome, Sample, TopkRow
 from tinsmith.server.engine.transfer import upload_array
-from tinsmith.types import SamplingParams
 
 MAX_ROWS = 512
 
@@ -147,7 +147,7 @@ class DeviceDecoder:
             self._tiles[len(tiles) : num_tiles] = 0
             max_rank = max(triton.next_power_of_2(max(adapter.spec.rank for adapter in adapters)), 16)
             units = triton.next_power_of_2(self._slots.settle(adapters))
-        return _Kind(num_rows, num_tiles, max_rank, units, any(map(is_filtered, batch.params)))
+        return _Kind(num_rows, num_tiles, max_rank, units, any(map(sampler.is_filtered, batch.params)))
 
     # --- graphs ---
 
@@ -202,12 +202,8 @@ def states_of(rows: Sequence[Sample], vocab_size: int) -> Ints:
     for index, row in enumerate(rows):
         params = row.request.work.params
         seed = int(np.uint64(row.request.seed).view(np.int64))
-        top_k = min(params.top_k, vocab_size) if params.top_k > 0 else vocab_size
+        top_k = sampler.top_k_of(params, vocab_size)
         last_token = row.tokens[-1] if row.tokens else 0
         state[index, :6] = last_token, row.num_cached, seed, row.index, len(row.tokens), top_k
         state[index, 6:].view(np.float64)[:] = 1 / params.temperature if params.temperature else 0.0, params.top_p
     return state
-
-
-def is_filtered(params: SamplingParams) -> bool:
-    return params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.server.engine import sampler
 from tinsmith.server.engine.gpu import attention
 from tinsmith.server.engine.gpu import draw as drawing
-from tinsmith.server.engine.gpu.decoder import MAX_ROWS, is_filtered, states_of
+from tinsmith.server.engine.gpu.decoder import MAX_ROWS, states_of
 from tinsmith.server.engine.gpu.softmax import Softmax
 from tinsmith.server.engine.kv_cache import Ints, KvPool
 from tinsmith.server.engine.lora import linear
@@ -87,7 +88,7 @@ class FixedDecoder:
     def draw(self, batch: Batch, logits: Tensor) -> DrawnRows:
         state = upload_array(states_of(batch.rows, logits.shape[1]), logits.device)
         drawn = torch.empty(len(batch.rows), 2, dtype=torch.float64, device=logits.device)
-        drawing.draw(logits, drawing.DrawRows.of(state), drawn, filtered=any(map(is_filtered, batch.params)))
+        drawing.draw(logits, drawing.DrawRows.of(state), drawn, filtered=any(map(sampler.is_filtered, batch.params)))
         tokens = drawn[:, 0].long()
         logprobs = Softmax(logits, tokens[:, None]).logprobs[:, 0]
         return DrawnRows(tokens.tolist(), logprobs.tolist(), batch.topk(logits.float()) if batch.num_topk else [])
