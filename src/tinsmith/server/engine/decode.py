@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from torch import Tensor
 
-from tinsmith.server.engine.kv_cache import KvPool
+from tinsmith.server.engine.kv_cache import BlockTable, Ints, KvPool
 from tinsmith.server.engine.lora import linear
-from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.model import Attend, Transformer
 from tinsmith.server.engine.paged_attention import CALL_COST_TOKENS, PagedDecode
 from tinsmith.server.engine.running import Batch, DrawnRows, Outcome
+from tinsmith.server.engine.transfer import upload_array
 
 
 class PlainDecoder:
@@ -30,17 +30,18 @@ class PlainDecoder:
     def step(self, batch: Batch) -> Outcome | None:
         if not batch.rows:
             return None
+        device = self.model.device
         positions = np.array([row.num_cached for row in batch.rows])
         tables = [row.table for row in batch.rows if row.table is not None]
         slots = np.array([table.slots[position] for table, position in zip(tables, positions, strict=True)])
-        runs = [table.runs(position + 1) for table, position in zip(tables, positions.tolist(), strict=True)]
         tokens = np.array([row.tokens[-1] for row in batch.rows])
-        attend = PagedDecode(self.pool, self._tensor(slots), runs)
-        hidden = self.model.hidden(self._tensor(tokens), self._tensor(positions), attend, batch.lora)
+        attend = self._attend(slots, tables, positions.tolist())
+        hidden = self.model.hidden(upload_array(tokens, device), upload_array(positions, device), attend, batch.lora)
         return Outcome(batch, self.draw(batch, linear(hidden, self.model.head, batch.lora, "lm_head")))
 
     def draw(self, batch: Batch, logits: Tensor) -> DrawnRows:
         return batch.draw(logits.float())
 
-    def _tensor(self, array: npt.NDArray[np.integer[npt.NBitBase]]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64, copy=False)).to(self.model.device)
+    def _attend(self, slots: Ints, tables: Sequence[BlockTable], positions: Sequence[int]) -> Attend:
+        runs = [table.runs(position + 1) for table, position in zip(tables, positions, strict=True)]
+        return PagedDecode(self.pool, upload_array(slots, self.model.device), runs)

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from tinsmith.server.engine import sampler
+from tinsmith.server.engine.decode import PlainDecoder
 from tinsmith.server.engine.gpu import attention
 from tinsmith.server.engine.gpu import draw as drawing
 from tinsmith.server.engine.gpu.decoder import MAX_ROWS, states_of
 from tinsmith.server.engine.gpu.softmax import Softmax
-from tinsmith.server.engine.kv_cache import Ints, KvPool
-from tinsmith.server.engine.lora import linear
-from tinsmith.server.engine.model import Transformer
+from tinsmith.server.engine.kv_cache import BlockTable, Ints, KvPool
+from tinsmith.server.engine.model import Attend
 from tinsmith.server.engine.paged_attention import Piece
-from tinsmith.server.engine.running import Batch, DrawnRows, Outcome
+from tinsmith.server.engine.running import Batch, DrawnRows
 from tinsmith.server.engine.transfer import upload_array
 
 
@@ -61,29 +61,11 @@ class FixedAttention:
         return attended.index_select(0, self.places)
 
 
-class FixedDecoder:
-    """Computes a step and waits for it."""
+class FixedDecoder(PlainDecoder):
+    """Computes a step and waits for it, as where there is no kernel; but attention and drawing have a fixed order."""
 
-    is_behind = False
     max_rows = MAX_ROWS
     call_cost_tokens = 0
-
-    def __init__(self, model: Transformer, pool: KvPool) -> None:
-        self.model = model
-        self.pool = pool
-
-    def step(self, batch: Batch) -> Outcome | None:
-        if not batch.rows:
-            return None
-        device = self.model.device
-        positions = np.array([row.num_cached for row in batch.rows])
-        tables = [row.table for row in batch.rows if row.table is not None]
-        slots = np.array([table.slots[position] for table, position in zip(tables, positions, strict=True)])
-        pieces = [(1, table.runs(position)) for table, position in zip(tables, positions.tolist(), strict=True)]
-        tokens = np.array([row.tokens[-1] for row in batch.rows])
-        attend = FixedAttention(self.pool, slots, pieces)
-        hidden = self.model.hidden(upload_array(tokens, device), upload_array(positions, device), attend, batch.lora)
-        return Outcome(batch, self.draw(batch, linear(hidden, self.model.head, batch.lora, "lm_head")))
 
     def draw(self, batch: Batch, logits: Tensor) -> DrawnRows:
         state = upload_array(states_of(batch.rows, logits.shape[1]), logits.device)
@@ -92,3 +74,7 @@ class FixedDecoder:
         tokens = drawn[:, 0].long()
         logprobs = Softmax(logits, tokens[:, None]).logprobs[:, 0]
         return DrawnRows(tokens.tolist(), logprobs.tolist(), batch.topk(logits.float()) if batch.num_topk else [])
+
+    def _attend(self, slots: Ints, tables: Sequence[BlockTable], positions: Sequence[int]) -> Attend:
+        pieces = [(1, table.runs(position)) for table, position in zip(tables, positions, strict=True)]
+        return FixedAttention(self.pool, slots, pieces)
