@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from tinsmith.server.engine import generate
 from tinsmith.server.engine.decode import PlainDecoder
 from tinsmith.server.engine.generate import Generator, SampleDone
 from tinsmith.server.engine.gpu.decoder import MAX_ROWS, DeviceDecoder, padded_rows
+from tinsmith.server.engine.gpu.fixed import FixedDecoder
 from tinsmith.server.engine.kv_cache import Blocks, KvPool
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.running import Decoder, SampleWork
@@ -58,7 +60,14 @@ def results(
     return done
 
 
-def test_requests_that_come_and_go_get_the_same_tokens(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+def deterministic(model: Transformer, pool: KvPool, blocks: Blocks) -> Decoder:
+    return FixedDecoder(model, pool)
+
+
+@pytest.mark.parametrize("how", [on_device, deterministic])
+def test_requests_that_come_and_go_get_the_same_tokens(
+    model: Transformer, how: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
     adapters = [None, *(new_adapter(model, rank, rank).frozen_copy() for rank in (4, 2))]
     prompts = [np.random.default_rng(index).integers(3, 97, 14 + 5 * index).tolist() for index in range(4)]
     works = [
@@ -69,7 +78,8 @@ def test_requests_that_come_and_go_get_the_same_tokens(model: Transformer, monke
         SampleWork("stops", prompts[3], SamplingParams(max_tokens=30, seed=4, stop=list(range(3, 50))), 1),
         SampleWork("one token", prompts[3], SamplingParams(max_tokens=1, seed=5, stop=[]), 1, adapters[1]),
     ]  # fmt: skip
-    ours, plain = (results(model, works, monkeypatch, how) for how in (on_device, on_host))
+    plain = results(model, works, monkeypatch, on_host)
+    ours = results(dataclasses.replace(model, deterministic=how is deterministic), works, monkeypatch, how)
     assert ours.keys() == plain.keys() == {"two samples", "greedy", "stops", "one token"}
     for key, result in ours.items():
         expected = plain[key].response
