@@ -22,6 +22,7 @@ from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.full_disk import Disk, DiskFullError
 from tinsmith.server.messages import Replay
 from tinsmith.server.outage import Outage
+from tinsmith.server.reasons import reason
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.store import Store, ids
@@ -240,7 +241,8 @@ class LiveModels:
         try:
             self._replay(job, adapter)
         except InvalidInputError as error:
-            raise DamagedError(f"operation {job.seq_id} cannot be done once more: {error.message}") from error
+            # Without its text: this goes into the log, which quotes nothing that was sent.
+            raise DamagedError(f"operation {job.seq_id} cannot be done once more ({reason(error)})") from error
 
     def _due(self, model_id: str, done: int, last: int) -> list[Job]:
         return [job for job in self._store.jobs.history(model_id, done, REPLAYED_AT_ONCE) if job.seq_id <= last]
