@@ -24,7 +24,7 @@ def test_a_worker_saves_no_more_than_a_key_may_keep(bench: Workbench) -> None:
         refused = bench.outcome(second)
         assert isinstance(refused, Failed)
         assert refused.category == "user"
-        assert f"{size:,} more bytes cannot be saved" in refused.error
+        assert f"({size:,} bytes) cannot be saved" in refused.error
         assert bench.save("s:train:0", 3, "first", overwrite=True) == path, "what is replaced does not count"
     assert [folder.name for folder in folders.folder(path).parent.iterdir()] == ["first"]
     assert bench.store.checkpoints.kept_bytes("ann") == folders.size_bytes(path)
