@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -77,8 +78,15 @@ class HandClient:
             self._pulse.close()
 
     async def _beat(self) -> None:
+        """At moments of its own: clients that have nothing to do with each other do not beat in time.
+
+        If each waited after an answer, those that once were answered together would go on together.
+        """
+        clock = asyncio.get_running_loop()
+        due = clock.time() + random.uniform(0, HEARTBEAT_SECONDS)
         while True:
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(due - clock.time())
+            due += HEARTBEAT_SECONDS
             await self._call(self._pulse, "session_heartbeat", {"session_id": self._session_id})
 
     async def sampler(self) -> HandSampler:

@@ -10,7 +10,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-_YOUNG_OBJECTS = 10_000
+_YOUNG_OBJECTS = 500_000
+"""More than those of a thousand requests that wait, which Python would look through for next to nothing."""
 _NEVER = 1_000_000
 
 
@@ -32,7 +33,7 @@ def collect_seldom() -> None:
     """Python looks for rubbish among all objects when their number has grown a little, and nobody is answered then.
 
     With a thousand connections that takes a fifth of a second, every few seconds. Most of what we use is freed without
-    it, so young objects are looked at less often, and old ones when `collect` is called.
+    it, so young objects are looked at only if there are very many, and old ones when `collect` is called.
     """
     gc.collect()
     gc.freeze()

@@ -10,6 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from enum import EnumType
+from functools import cache
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -232,8 +233,12 @@ def _tag_of(cls: Any) -> tuple[str, Any] | None:
 
 
 def _fits(cls: Any, value: Mapping[str, Any]) -> bool:
-    required = {info.name for info in msgspec.structs.fields(cls) if info.required}
-    return required <= value.keys() <= set(cls.__struct_fields__)
+    return _required(cls) <= value.keys() <= set(cls.__struct_fields__)
+
+
+@cache
+def _required(cls: Any) -> frozenset[str]:
+    return frozenset(info.name for info in msgspec.structs.fields(cls) if info.required)
 
 
 # --- values ----------------------------------------------------------------------------------------------------------

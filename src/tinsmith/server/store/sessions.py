@@ -32,6 +32,16 @@ from tinsmith.server.store.schema import checkpoints, models, samplers, sessions
 _ACTIVE = sessions.c.state == sa.literal_column("'active'")
 _NEWEST_FIRST = (sessions.c.created.desc(), sessions.c.session_id.desc())
 
+# Made once: a statement refers to itself, so that those of each heartbeat would wait for Python's search for rubbish.
+_BEATING = sa.select(sessions.c.session_id, sessions.c.owner, sessions.c.state).where(
+    sessions.c.session_id.in_(sa.bindparam("ids", expanding=True))
+)
+_BEAT = (
+    sa.update(sessions)
+    .where(sessions.c.session_id.in_(sa.bindparam("known", expanding=True)))
+    .values(heartbeat=sa.bindparam("now"))
+)
+
 
 class Sessions:
     def __init__(self, database: Database) -> None:
@@ -74,15 +84,12 @@ class Sessions:
 
     def heartbeats(self, beats: Sequence[Heartbeat]) -> list[SessionState | None]:
         """Note that these clients live; gives back the state of each session, `None` where there is no such session."""
-        query = sa.select(sessions.c.session_id, sessions.c.owner, sessions.c.state).where(
-            sessions.c.session_id.in_({beat.session_id for beat in beats})
-        )
 
         def write(connection: sa.Connection) -> list[SessionState | None]:
-            states = {Heartbeat(row.session_id, row.owner): row.state for row in connection.execute(query)}
-            known = {beat.session_id for beat in beats if beat in states}
-            update = sa.update(sessions).where(sessions.c.session_id.in_(known))
-            connection.execute(update.values(heartbeat=self._database.now()))
+            rows = connection.execute(_BEATING, {"ids": [beat.session_id for beat in beats]})
+            states = {Heartbeat(row.session_id, row.owner): row.state for row in rows}
+            known = [beat.session_id for beat in beats if beat in states]
+            connection.execute(_BEAT, {"known": known, "now": self._database.now()})
             return [states.get(beat) for beat in beats]
 
         try:
