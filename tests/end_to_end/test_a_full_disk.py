@@ -24,30 +24,28 @@ def delete(server: ServerProcess, path: str) -> subprocess.CompletedProcess[str]
 
 
 def test_a_save_waits_alone_until_checkpoints_are_deleted(tmp_path: Path, models: Mapping[str, Path]) -> None:
-    with small_disk(tmp_path / "disk") as disk:
-        if disk is None:
-            return
-        with (
-            ServerProcess(disk.folder, {MODEL: models[MODEL]}) as server,
-            tinsmith.ServiceClient(base_url=server.url, api_key=KEY) as ann,
-            tinsmith.ServiceClient(base_url=server.url, api_key=OTHER_KEY) as bob,
-        ):
-            mine = ann.create_lora_training_client(MODEL, rank=4, seed=1)
-            train(tinsmith, mine, range(3))
-            first = mine.save_state("first").result(60).path
-            disk.begin()
-            os.truncate(disk.ballast, disk.ballast.stat().st_size - LEFT_BYTES)
-            second = mine.save_state("second")
-            after = mine.forward([sentence(tinsmith, 0)], "cross_entropy")
-            wait_until(lambda: "Make room on the disk of" in server.log(), 60, "it did not wait")
-            train(tinsmith, bob.create_lora_training_client(MODEL, rank=4, seed=2), range(3))
-            prompt = tinsmith.ModelInput.from_ints([1, 2, 3])
-            assert bob.create_sampling_client(base_model=MODEL).sample(prompt, 1, PARAMS).result(60).sequences
-            assert not second.done()
-            disk.begin()  # now there is no room at all
-            deleted = delete(server, first)
-            assert deleted.returncode == 0, deleted.stderr
-            disk.end()
-            assert second.result(60).path.endswith("/second")
-            after.result(60)
-            assert "Rebuilt" not in server.log()
+    with (
+        small_disk(tmp_path / "disk") as disk,
+        ServerProcess(disk.folder, {MODEL: models[MODEL]}) as server,
+        tinsmith.ServiceClient(base_url=server.url, api_key=KEY) as ann,
+        tinsmith.ServiceClient(base_url=server.url, api_key=OTHER_KEY) as bob,
+    ):
+        mine = ann.create_lora_training_client(MODEL, rank=4, seed=1)
+        train(tinsmith, mine, range(3))
+        first = mine.save_state("first").result(60).path
+        disk.begin()
+        os.truncate(disk.ballast, disk.ballast.stat().st_size - LEFT_BYTES)
+        second = mine.save_state("second")
+        after = mine.forward([sentence(tinsmith, 0)], "cross_entropy")
+        wait_until(lambda: "Make room on the disk of" in server.log(), 60, "it did not wait")
+        train(tinsmith, bob.create_lora_training_client(MODEL, rank=4, seed=2), range(3))
+        prompt = tinsmith.ModelInput.from_ints([1, 2, 3])
+        assert bob.create_sampling_client(base_model=MODEL).sample(prompt, 1, PARAMS).result(60).sequences
+        assert not second.done()
+        disk.begin()  # now there is no room at all
+        deleted = delete(server, first)
+        assert deleted.returncode == 0, deleted.stderr
+        disk.end()
+        assert second.result(60).path.endswith("/second")
+        after.result(60)
+        assert "Rebuilt" not in server.log()

@@ -18,14 +18,12 @@ from tinsmith.server.store.reserve import NAME, SIZE_BYTES, Reserve
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[SmallDisk | None]:
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     with small_disk(tmp_path / "disk") as made:
         yield made
 
 
-def test_checkpoints_are_deleted_and_withdrawn_on_a_full_disk(disk: SmallDisk | None) -> None:
-    if disk is None:
-        return
+def test_checkpoints_are_deleted_and_withdrawn_on_a_full_disk(disk: SmallDisk) -> None:
     with RunningServer(disk.folder) as running:
         running.store.begin_reserve()
         model_id = running.model()
@@ -60,9 +58,7 @@ def test_a_reserve_is_made_when_there_is_room_and_given_up_piece_by_piece(tmp_pa
     assert (tmp_path / NAME).stat().st_size == SIZE_BYTES
 
 
-def test_a_session_whose_heartbeats_could_not_be_written_does_not_end(disk: SmallDisk | None) -> None:
-    if disk is None:
-        return
+def test_a_session_whose_heartbeats_could_not_be_written_does_not_end(disk: SmallDisk) -> None:
     timeout = 3 * MINUTE
     with RunningServer(disk.folder, session_timeout_seconds=180) as running:
         session_id = running.session()

@@ -15,10 +15,14 @@ W = TypeVar("W")
 
 
 class Intake(Generic[A, W]):
-    """`write` gives back one answer for each that arrived, in their order."""
+    """`write` gives back one answer for each that arrived, in their order.
 
-    def __init__(self, write: Callable[[Sequence[A]], Awaitable[list[W]]]) -> None:
+    What is not urgent may wait for more to come, `patience` seconds: the fewer writes, the less others wait for them.
+    """
+
+    def __init__(self, write: Callable[[Sequence[A]], Awaitable[list[W]]], patience: float = 0.0) -> None:
         self._write = write
+        self._patience = patience
         self._arrived: list[tuple[A, asyncio.Future[W]]] = []
         self._writer: asyncio.Task[None] | None = None
 
@@ -34,6 +38,7 @@ class Intake(Generic[A, W]):
         """Whatever arrives while one batch is being written makes up the next one."""
         try:
             while self._arrived:
+                await asyncio.sleep(self._patience)
                 batch, self._arrived = self._arrived[:_MAX_TOGETHER], self._arrived[_MAX_TOGETHER:]
                 await self._write_batch(batch)
         finally:
