@@ -14,7 +14,7 @@ demo: .venv/local
 	$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready
 	$(BIN)/ruff check .

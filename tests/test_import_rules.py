@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tinsmith"
-SHARED = ("types", "wire", "errors", "sharing")
+SHARED = ("types", "wire", "text", "errors", "sharing")
 HEAVY = ("torch", "transformers", "numpy", "httpx", "rich", "pydantic", "msgspec", "pyqwest", "google.protobuf")
 
 
@@ -93,6 +93,11 @@ def test_the_clients_load_without_torch_and_its_company() -> None:
 def test_a_client_can_be_made_without_torch_and_its_company() -> None:
     made = "import tinsmith; tinsmith.ServiceClient(base_url='http://127.0.0.1:9', api_key='tml-x')"
     assert loaded_after(made, ("torch", "transformers", "httpx", "rich")) == []
+
+
+def test_the_api_process_loads_neither_torch_nor_what_reads_text() -> None:
+    heavy = ("torch", "transformers", "tokenizers", "huggingface_hub", "jinja2")
+    assert loaded_after("import tinsmith.server.app", heavy) == []
 
 
 def test_importing_leaves_the_logging_of_others_alone() -> None:

@@ -136,7 +136,7 @@ def names_for_checkers() -> dict[str, Any]:
     """What our modules import for type checkers alone."""
     import torch
 
-    from tinsmith.client.fast_tokenizer import Tokenizer
+    from tinsmith.text.fast_tokenizer import Tokenizer
 
     return {"Tokenizer": Tokenizer, "torch": torch}
 

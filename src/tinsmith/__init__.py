@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from tinsmith import errors as errors
     from tinsmith import types as types
     from tinsmith.client.admin import AdminClient as AdminClient
-    from tinsmith.client.chat_template import apply_chat_template as apply_chat_template
     from tinsmith.client.config import Config as Config
     from tinsmith.client.download import Progress as Progress
     from tinsmith.client.futures import APIFuture as APIFuture
@@ -40,13 +39,14 @@ if TYPE_CHECKING:
     from tinsmith.client.tokenizers import get_tokenizer as get_tokenizer
     from tinsmith.client.training import TrainingClient as TrainingClient
     from tinsmith.errors import *  # noqa: F403
+    from tinsmith.text.chat_template import apply_chat_template as apply_chat_template
     from tinsmith.types import *  # noqa: F403
 
 _MODULES = ("auth", "compat", "errors", "types")
 
 _HOMES = {
     "tinsmith.client.admin": ("AdminClient",),
-    "tinsmith.client.chat_template": ("apply_chat_template",),
+    "tinsmith.text.chat_template": ("apply_chat_template",),
     "tinsmith.client.config": ("Config",),
     "tinsmith.client.download": ("Progress",),
     "tinsmith.client.futures": ("APIFuture", "AwaitableConcurrentFuture"),

@@ -27,8 +27,8 @@ from tests.support.server import FakeServer
 from tests.support.tiny_tokenizer import CHATML_CONFIG, byte_level_bpe, write_folder
 from tinsmith.cli.chat_answers import Answer, end_of_turn
 from tinsmith.cli.chat_lines import History
-from tinsmith.client.fast_tokenizer import Tokenizer
-from tinsmith.client.tokenizer_files import read_tokenizer
+from tinsmith.text.fast_tokenizer import Tokenizer
+from tinsmith.text.tokenizer_folder import read_tokenizer
 
 TALKING, MUTE = "tiny/talking", "tiny/mute"
 CONTEXT = 8192

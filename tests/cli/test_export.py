@@ -107,7 +107,6 @@ def test_other_tools_say_what_the_server_says(
         "format": "merged",
         "destination": str(home / "merged"),
         "base_model": f"tiny/{family}",
-        "base_folder": str(one.base),
     }
     assert greedy(load(home / "merged"), PROMPT, NUM_TOKENS) == one.says
     done = user("checkpoint", "export", one.training, "--to", "peft", "-o", "peft", "--base", one.base)
@@ -127,6 +126,41 @@ def test_all_kinds_of_checkpoints_of_our_own_server_can_be_exported(
     first, *others = (load_file(folder / "adapter_model.safetensors") for folder in folders)
     for other in others:
         assert all((first[name] == other[name]).all() for name in first.keys() | other.keys())
+
+
+def test_a_folder_of_peft_comes_back_as_a_checkpoint(
+    user: Program, running: ServerProcess, trained: dict[str, Trained], home: Path
+) -> None:
+    one = trained["llama"]
+    note = ("--data-note", "A thousand limericks.")
+    assert user("checkpoint", "export", one.training, "--to", "peft", "-o", "peft", *note).code == 0
+    card = (home / "peft" / "README.md").read_text()
+    assert "A thousand limericks." in card
+    assert "| optimizer steps | 3 |" in card
+    document = user("-f", "json", "checkpoint", "import", "peft", "--base", "tiny/llama", "--name", "back").json()
+    assert document["checkpoint_path"].endswith("/weights/back")
+    with tinsmith.ServiceClient(base_url=running.url, api_key=KEY) as client:
+        assert said_by(client.create_sampling_client(model_path=document["checkpoint_path"])) == one.says
+    refused = user("checkpoint", "import", "peft", "--base", "tiny/smollm2")
+    assert refused.code == 1
+    assert "The adapter changes" in refused.err
+
+
+def test_a_base_that_llama_cpp_cannot_use_is_told_by_the_server(
+    user: Program, trained: dict[str, Trained], home: Path
+) -> None:
+    """The models of this file have no tokenizer."""
+    done = user("checkpoint", "export", trained["llama"].training, "--to", "gguf", "-o", "gguf")
+    assert (done.code, list(home.iterdir())) == (1, [])
+    assert "there is no tokenizer.json" in done.err
+
+
+def test_with_a_base_of_ones_own_the_merge_is_done_here(user: Program, trained: dict[str, Trained], home: Path) -> None:
+    one = trained[SHARDED]
+    options = ("--to", "merged", "-o", "merged", "--base", one.base)
+    document = user("-f", "json", "checkpoint", "export", one.training, *options).json()
+    assert (document["base_model"], document["base_folder"]) == (str(one.base), str(one.base))
+    assert greedy(load(home / "merged"), PROMPT, NUM_TOKENS) == one.says
 
 
 # --- the base --------------------------------------------------------------------------------------------------------
@@ -230,7 +264,7 @@ def test_a_checkpoint_that_is_no_adapter_is_refused(cli: InProcess, stock: Stock
     assert list(home.iterdir()) == []
 
 
-@pytest.mark.parametrize("options", [("--to", "gguf", "-o", "x"), ("-o", "x"), ("--to", "peft")])
+@pytest.mark.parametrize("options", [("--to", "onnx", "-o", "x"), ("-o", "x"), ("--to", "peft")])
 def test_wrong_usage_is_told_before_anything_is_sent(
     cli: InProcess, stock: Stock, server: FakeServer, options: tuple[Any, ...]
 ) -> None:

@@ -19,9 +19,9 @@ import pytest
 
 from tests.support.tiny_tokenizer import CHATML_CONFIG, byte_level_bpe, cache_folder, write_folder
 from tinsmith.client import tokenizers as module
-from tinsmith.client.fast_tokenizer import Tokenizer
 from tinsmith.client.tokenizers import TokenizerSource, get_tokenizer
 from tinsmith.errors import InvalidInputError, MissingExtraError, TokenizerError
+from tinsmith.text.fast_tokenizer import Tokenizer
 
 NO_CONNECTIONS = """
 import socket
@@ -303,7 +303,7 @@ def test_nothing_optional_is_imported_before_it_is_needed(tmp_path: Path) -> Non
     printed = run_python(
         f"""
 import sys
-from tinsmith.client.chat_template import apply_chat_template
+from tinsmith.text.chat_template import apply_chat_template
 from tinsmith.client.tokenizers import get_tokenizer
 print(sorted({optional} & sys.modules.keys()))
 get_tokenizer({str(folder)!r}).encode("The fox")
@@ -421,7 +421,7 @@ def test_a_pinned_model_runs_the_code_of_its_pinned_commit_only(tmp_path: Path) 
         NO_CONNECTIONS
         + """
 import json
-from tinsmith.client.chat_template import apply_chat_template
+from tinsmith.text.chat_template import apply_chat_template
 from tinsmith.client.tokenizers import get_tokenizer
 tokenizer = get_tokenizer("moonshotai/Kimi-K2-Thinking:peft", offline=True)
 messages = [{"role": "user", "content": "ab"}]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tinsmith.export import Adapter as Exported
+from tinsmith.export import Story, export_files, new_folder, write_files
 from tinsmith.server.engine.adapter_files import write_adapter
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.model import ModelShape
@@ -17,6 +20,7 @@ TIED = "ignore:Model has `tie_word_embeddings=True`:UserWarning"
 
 torch.set_num_threads(1)  # tiny products gain nothing from threads
 
+ORIGIN = "tinker://run/weights/one"
 PROMPT = [5, 17, 3, 60, 21, 9]
 
 
@@ -28,6 +32,15 @@ def write_random_adapter(folder: Path, base: Path, spec: AdapterSpec | None = No
     folder.mkdir(parents=True)
     write_adapter(folder, adapter, name)
     return folder
+
+
+def export(
+    form: str, adapter: Path, base: Path | None, target: Path, base_model: str = "tiny/base", **options: Any
+) -> Path:
+    note = options.pop("data_note", "")
+    with new_folder(target) as folder:
+        write_files(export_files(form, Exported(adapter), base, Story(base_model, ORIGIN, note)), folder, **options)
+    return target
 
 
 def load(folder: Path) -> PreTrainedModel:

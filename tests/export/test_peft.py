@@ -10,12 +10,10 @@ import torch
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 
-from tests.export.making import logits, write_random_adapter
+from tests.export.making import ORIGIN, export, logits, write_random_adapter
 from tests.server.tiny_models import save_model
 from tinsmith.errors import InvalidInputError
-from tinsmith.export import new_folder, write_merged, write_peft
-
-ORIGIN = "tinker://run/weights/one"
+from tinsmith.export import MERGED, PEFT, new_folder
 
 
 @pytest.fixture
@@ -28,14 +26,8 @@ def adapter(tmp_path: Path, base: Path) -> Path:
     return write_random_adapter(tmp_path / "adapter", base)
 
 
-def export(adapter: Path, target: Path, base_model: str) -> Path:
-    with new_folder(target) as folder:
-        write_peft(adapter, folder, base_model=base_model, origin=ORIGIN)
-    return target
-
-
 def test_peft_finds_the_base_by_itself(tmp_path: Path, base: Path, adapter: Path) -> None:
-    folder = export(adapter, tmp_path / "peft", str(base))
+    folder = export(PEFT, adapter, None, tmp_path / "peft", str(base))
     model = AutoPeftModelForCausalLM.from_pretrained(folder)
     assert logits(model).isfinite().all()
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -46,12 +38,12 @@ def test_peft_finds_the_base_by_itself(tmp_path: Path, base: Path, adapter: Path
 
 
 def test_the_card_says_what_it_is_and_how_to_load_it(tmp_path: Path, adapter: Path) -> None:
-    card = (export(adapter, tmp_path / "peft", "tiny/base") / "README.md").read_text()
+    card = (export(PEFT, adapter, None, tmp_path / "peft") / "README.md").read_text()
     assert card.startswith("---\nbase_model: tiny/base\nlibrary_name: peft\n")
     assert f"tinker_path: {ORIGIN}\n" in card
     assert "| rank | 4 |" in card
     assert 'AutoModelForCausalLM.from_pretrained("tiny/base", dtype="auto")' in card
-    local = (export(adapter, tmp_path / "other", "/models/base") / "README.md").read_text()
+    local = (export(PEFT, adapter, None, tmp_path / "other", "/models/base") / "README.md").read_text()
     assert "base_model:" not in local, "the hub refuses cards whose base is not on the hub"
 
 
@@ -59,17 +51,15 @@ def test_names_of_the_hosted_service_become_those_of_published_weights(
     tmp_path: Path, base: Path, adapter: Path
 ) -> None:
     """There the output matrix has a name of its own, and the modules are not spelt out."""
-    with new_folder(tmp_path / "ours") as folder:
-        write_merged(adapter, base, folder, base_model="x", origin=ORIGIN)
+    export(MERGED, adapter, base, tmp_path / "ours")
     file, config = adapter / "adapter_model.safetensors", adapter / "adapter_config.json"
     weights = load_file(file)
     save_file({name.replace("lm_head", "model.unembed_tokens"): weights[name] for name in weights}, file)
     config.write_text(json.dumps({**json.loads(config.read_bytes()), "target_modules": "all-linear"}))
-    folder = export(adapter, tmp_path / "peft", str(base))
+    folder = export(PEFT, adapter, None, tmp_path / "peft", str(base))
     assert load_file(folder / file.name).keys() == weights.keys()
     assert "lm_head" in json.loads((folder / config.name).read_bytes())["target_modules"]
-    with new_folder(tmp_path / "theirs") as folder:
-        write_merged(adapter, base, folder, base_model="x", origin=ORIGIN)
+    export(MERGED, adapter, base, tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / each / "model.safetensors") for each in ("ours", "theirs"))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 

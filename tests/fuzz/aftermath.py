@@ -15,19 +15,22 @@ _FUTURES = (
     "create_model", "forward_backward", "forward", "optim_step", "load_weights", "create_custom_loss", "asample",
     "unload_model", *_SAVES,
 )  # fmt: skip
+_SAMPLES = ("completions", "chat/completions")
+_PROMPTS = 8
+"""For how many prompts such a request asks, at the most."""
 _MAKERS: Mapping[str, tuple[str, ...]] = {
-    "sessions": ("create_session",),
+    "sessions": ("create_session", *_SAMPLES),
     "models": ("create_model", "load_weights", "copy_weights"),
-    "samplers": ("create_sampling_session", "save_weights_for_sampler"),
+    "samplers": ("create_sampling_session", "save_weights_for_sampler", *_SAMPLES),
     "losses": ("create_custom_loss",),
-    "jobs": _FUTURES,
-    "payloads": _FUTURES,
-    "results": _FUTURES,
-    "streams": _FUTURES,
+    "jobs": (*_FUTURES, *_SAMPLES),
+    "payloads": (*_FUTURES, *_SAMPLES),
+    "results": (*_FUTURES, *_SAMPLES),
+    "streams": (*_FUTURES, *_SAMPLES),
     "checkpoints": (*_SAVES, "copy_weights"),
     "keys": (),
 }
-"""By table: parts of the paths of endpoints that add a row, at most one for each request that is accepted.
+"""By table: parts of the paths of endpoints that add a row, at most one for each request, or prompt, that is accepted.
 
 Not the audit trail, which holds what was refused as well, and is bounded by a quota.
 """
@@ -76,11 +79,15 @@ def too_many(before: Mapping[str, int], after: Mapping[str, int], accepted: Mapp
     """Tables with more new rows than requests were accepted that make one."""
     found = []
     for table, makers in _MAKERS.items():
-        asked = sum(count for endpoint, count in accepted.items() if _is_one_of(endpoint, makers))
+        asked = sum(
+            count * (_PROMPTS if _is_one_of(endpoint, _SAMPLES) else 1)
+            for endpoint, count in accepted.items()
+            if _is_one_of(endpoint, makers)
+        )
         if after[table] - before[table] > asked:
             found.append(f"{after[table] - before[table]} rows were added to {table}, {asked} at most were asked for")
     return found
 
 
 def _is_one_of(endpoint: str, makers: tuple[str, ...]) -> bool:
-    return any(f"/api/v1/{maker}" in endpoint for maker in makers)
+    return any(f"/v1/{maker}" in endpoint for maker in makers)

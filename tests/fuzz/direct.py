@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from starlette.applications import Starlette
 
-from tests.fuzz.world import DOOMED_KEY, KEY, OTHER_KEY, Answer, Case, Send
+from tests.fuzz.world import DOOMED_KEY, KEY, OTHER_KEY, TOKENIZER_FILES, Answer, Case, Send
 from tests.server.api.running import MODELS, facts
 from tests.server.api.stand_in import StandInWorkers
+from tests.support.tiny_tokenizer import write_folder
 from tinsmith.server.app import create_app
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
@@ -54,7 +56,9 @@ async def direct(state: Path, database: str = "") -> AsyncIterator[Send]:
     )
     store = Store(config.database_url)
     workers = ToyWorkers(store, CheckpointFolders(config.checkpoints), MODELS)
-    app = create_app(config, store, {name: facts(name) for name in MODELS}, workers)
+    folder = write_folder(state / "model", files=TOKENIZER_FILES)
+    models = {name: replace(facts(name), folder=folder) for name in MODELS}
+    app = create_app(config, store, models, workers)
     try:
         async with app.router.lifespan_context(app):
             yield lambda case: _call(app, case)

@@ -273,6 +273,45 @@ def _pairs(query: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in query.split("&"))
 
 
+def _weights(world: World, random: Random) -> str:
+    return random.choice([world.base_model, world.models[0], world.path(random.choice(KINDS))])
+
+
+def _sampling(world: World, random: Random) -> dict[str, Any]:
+    """What requests in OpenAI's form have in common."""
+    return {
+        "model": _weights(world, random),
+        "max_tokens": random.randrange(1, 4),
+        "n": random.randrange(1, 3),
+        "seed": 1,
+        "stop": random.choice(["x", ["x", "y"]]),
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "stream": random.random() < 0.3,
+        "stream_options": {"include_usage": True},
+        "user": "fuzz",
+    }
+
+
+def _complete(world: World, random: Random) -> Draft:
+    prompt = random.choice(["text", ["text", "more"], TOKENS, [TOKENS, TOKENS]])
+    return Draft({"prompt": prompt, "logprobs": 2, "echo": False, **_sampling(world, random)})
+
+
+def _chat(world: World, random: Random) -> Draft:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "system", "content": "text"},
+        {"role": "user", "content": [{"type": "text", "text": "text"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "text"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    calls = {"tools": tools, "tool_choice": "auto", "chat_template_kwargs": {"a": 1}}
+    return Draft({"messages": messages, "logprobs": True, "top_logprobs": 2, **calls, **_sampling(world, random)})
+
+
 _CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _CONFIG = _json(sdk_version="0.36.0")
 
@@ -335,6 +374,24 @@ DRAFTS: Mapping[str, Make] = {
     "GET /api/v1/audit": lambda world, random: Draft(query={"event_type": "checkpoints", "day": "2030-01-31"}),
     "GET /api/v1/billing/usage/events": lambda world, random: Draft(query={"starting_on": "2030-01-31T00:00:00Z"}),
     "GET /api/v1/billing/usage/checkpoints/current": lambda world, random: Draft(query={"project_id": "project"}),
+    "POST /api/v1/log_metrics": lambda world, random: Draft(
+        {"model_id": world.models[0], "step": random.randrange(9), "metrics": {"reward": 0.5}, "seq_id": None}
+    ),
+    "GET /dashboard/api/overview": _nothing,
+    "GET /dashboard/api/runs": _page,
+    "GET /dashboard/api/runs/{run_id}": _run,
+    "GET /dashboard/api/runs/{run_id}/series": _run,
+    "GET /dashboard/api/runs/{run_id}/points": lambda world, random: Draft(
+        parts={"run_id": random.choice(world.models)}, query={"name": "loss", "after": "0", "max": "100"}
+    ),
+    "GET /dashboard/api/samples": lambda world, random: Draft(query={"run_id": world.models[0], "limit": "5"}),
+    "GET /dashboard/api/keys": _nothing,
+    "POST /dashboard/api/keys": _json(name="fuzz"),
+    "DELETE /dashboard/api/keys/{key_id}": lambda world, random: Draft(parts={"key_id": "1"}),
+    "GET /v1/models": _nothing,
+    "GET /v1/models/{model:path}": lambda world, random: Draft(parts={"model:path": _weights(world, random)}),
+    "POST /v1/completions": _complete,
+    "POST /v1/chat/completions": _chat,
     "GET /metrics": _nothing,
     "GET /openapi.json": _nothing,
 }

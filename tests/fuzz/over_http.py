@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from tests.end_to_end.serving import ServerProcess
 from tests.fuzz import rules, values
-from tests.fuzz.world import DOOMED_KEY, KEY, OTHER_KEY, Answer, Case, Send
-from tests.support.tiny_tokenizer import byte_level_bpe
+from tests.fuzz.world import DOOMED_KEY, KEY, OTHER_KEY, TOKENIZER_FILES, Answer, Case, Send
+from tests.support.tiny_tokenizer import byte_level_bpe, write_folder
 
 BASE_MODEL = "tiny"
 _END = b"\r\n\r\n"
@@ -31,7 +31,7 @@ def real_server(folder: Path) -> Iterator[FuzzedServer]:
 
     tokenizer = byte_level_bpe()
     model = save_model(folder / "model", "smollm2", vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=512)
-    tokenizer.save(str(model / "tokenizer.json"))
+    write_folder(model, tokenizer, TOKENIZER_FILES)
     keys = [f"--api-key={key}" for key in (KEY, OTHER_KEY, DOOMED_KEY)]
     with FuzzedServer(folder / "state", {BASE_MODEL: model}, "--session-timeout=86400", *keys) as server:
         yield server

@@ -45,5 +45,6 @@ def _refusal(answer: Answer) -> str | None:
         return "a refusal that is not JSON"
     if answer.status == 408 and said.get("type") == "try_again":
         return None
-    detail = said.get("detail") if isinstance(said, dict) else None
+    said = said.get("error", said) if isinstance(said, dict) else {}  # in OpenAI's form, or in ours
+    detail = said.get("message", said.get("detail")) if isinstance(said, dict) else None
     return None if isinstance(detail, str) and len(detail) > 10 else "a refusal without a reason"

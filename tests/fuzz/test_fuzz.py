@@ -12,7 +12,7 @@ from tests.fuzz.direct import BASE_MODEL, direct
 from tests.fuzz.drafts import DRAFTS
 from tests.fuzz.rules import broken
 from tests.fuzz.world import KEY, Answer, Case, World
-from tinsmith.server.routes import ENDPOINTS
+from tinsmith.server.endpoints import ENDPOINTS
 
 SEED, INPUTS = 2030, 3000
 

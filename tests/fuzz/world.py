@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+from tests.support.tiny_tokenizer import CHATML_CONFIG
+
 KEY, OTHER_KEY, DOOMED_KEY = "tml-fuzz-key-0123456789", "tml-bystander-9876543210", "tml-to-be-revoked-55555"
 TOKEN = "tml-a-secret-of-somebody"
 MODELS = 4
@@ -16,6 +18,10 @@ DOOMED = 8
 KINDS = ("weights", "sampler_weights", "external_weights")
 SAVES = {"weights": "save_weights", "sampler_weights": "save_weights_for_sampler"}
 TOKENS = [5, 6, 7, 8, 9, 10]
+TOKENIZER_FILES = {
+    "tokenizer_config.json": CHATML_CONFIG,
+    "chat_template.jinja": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson }}",
+}
 
 
 class Claim(NamedTuple):

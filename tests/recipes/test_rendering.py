@@ -9,12 +9,12 @@ import pytest
 
 from tests.support.embedded import embedded_folder, session_cache
 from tests.support.tiny_tokenizer import byte_level_bpe
-from tinsmith.client.chat_template import apply_chat_template
-from tinsmith.client.fast_tokenizer import Tokenizer
-from tinsmith.client.tokenizer_files import read_tokenizer
 from tinsmith.errors import InvalidInputError
 from tinsmith.recipes.examples import BadLine, Example, ExampleFile
 from tinsmith.recipes.rendering import Sequence, render, render_file
+from tinsmith.text.chat_template import apply_chat_template
+from tinsmith.text.fast_tokenizer import Tokenizer
+from tinsmith.text.tokenizer_folder import read_tokenizer
 
 PLAIN = """\
 {%- for message in messages %}

@@ -15,6 +15,8 @@ from typing import Any, Self
 import psycopg
 from psycopg import sql
 
+from tests.support.debian import install
+
 _PACKAGES = Path("/usr/lib/postgresql")
 _USER = "postgres"  # made by the Debian package; the programs refuse to run as root
 _START_SECONDS = 30.0
@@ -85,8 +87,7 @@ class Postgres:
 
 def _find_programs() -> Path:
     if not _installed():
-        subprocess.run(["apt-get", "update"], check=True, capture_output=True)
-        subprocess.run(["apt-get", "install", "-y", "--no-install-recommends", "postgresql"], check=True)
+        install("postgresql")
     return _installed()[-1]
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from tests.server.engine.oracle import randomise
 from tests.server.tiny_models import make_model, save_model
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.engine import adapter_files
+from tinsmith.server.engine import adapter_facts, adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.attention import PackedCausal
 from tinsmith.server.engine.batch import TrainRow
@@ -134,14 +134,14 @@ def test_every_byte_that_is_read_is_looked_at(engine: Engine, tmp_path: Path) ->
     first = randomise(engine.create_adapter(AdapterSpec(rank=1, seed=1, train_mlp=False, train_unembed=False)))
     adapter_files.write_adapter(tmp_path, first, "tiny/model", with_optimizer=True)
     kept, second = tmp_path / "kept", engine.create_adapter(first.spec)
-    for name in (adapter_files.WEIGHTS, adapter_files.OPTIMIZER, adapter_files.FACTS):
+    for name in (adapter_facts.WEIGHTS, adapter_facts.OPTIMIZER, adapter_facts.FACTS):
         file = (tmp_path / name).rename(kept)
         content = file.read_bytes()
         for place in {*range(0, len(content), 1 + len(content) // 300), len(content) - 1}:
             changed = bytearray(content)
             changed[place] ^= 1 << place % 8
             (tmp_path / name).write_bytes(changed)
-            if name != adapter_files.FACTS or not chr(content[place]).isspace():
+            if name != adapter_facts.FACTS or not chr(content[place]).isspace():
                 with pytest.raises(DamagedError, match=name):
                     adapter_files.read_adapter(tmp_path, second, with_optimizer=True)
         kept.rename(tmp_path / name)
@@ -152,15 +152,15 @@ def test_every_byte_that_is_read_is_looked_at(engine: Engine, tmp_path: Path) ->
 def test_an_adapter_of_a_release_without_checksums_is_read(engine: Engine, tmp_path: Path) -> None:
     first = randomise(engine.create_adapter(AdapterSpec(rank=4, seed=1, train_mlp=False)))
     adapter_files.write_adapter(tmp_path, first, "tiny/model")
-    facts = json.loads((tmp_path / adapter_files.FACTS).read_text())
+    facts = json.loads((tmp_path / adapter_facts.FACTS).read_text())
     del facts["checksums"]
-    (tmp_path / adapter_files.FACTS).write_text(json.dumps(facts))
+    (tmp_path / adapter_facts.FACTS).write_text(json.dumps(facts))
     second = engine.create_adapter(adapter_files.read_spec(tmp_path))
     adapter_files.read_adapter(tmp_path, second, with_optimizer=False)
     assert torch.equal(second.weights, first.weights)
 
 
-@pytest.mark.parametrize("name", [adapter_files.WEIGHTS, adapter_files.OPTIMIZER, adapter_files.FACTS])
+@pytest.mark.parametrize("name", [adapter_facts.WEIGHTS, adapter_facts.OPTIMIZER, adapter_facts.FACTS])
 def test_whatever_keeps_a_file_from_being_read_is_damage(engine: Engine, tmp_path: Path, name: str) -> None:
     adapter = engine.create_adapter(AdapterSpec(rank=4, seed=1))
     adapter_files.write_adapter(tmp_path, adapter, "tiny/model", with_optimizer=True)

@@ -13,7 +13,7 @@ from tests.server.engine.oracle import randomise
 from tinsmith.errors import InvalidInputError
 from tinsmith.server import sampling_weights
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.engine import adapter_files
+from tinsmith.server.engine import adapter_facts, adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.sampling_weights import SamplingWeights
@@ -122,7 +122,7 @@ def test_a_checkpoint_is_read_from_its_folder(weights: SamplingWeights, engine: 
         weights.get(sampler(1, model_path=PATH), never)
 
 
-@pytest.mark.parametrize("name", [adapter_files.WEIGHTS, adapter_files.FACTS])
+@pytest.mark.parametrize("name", [adapter_facts.WEIGHTS, adapter_facts.FACTS])
 def test_a_damaged_checkpoint_is_not_sampled_from(
     weights: SamplingWeights, engine: Engine, tmp_path: Path, name: str
 ) -> None:

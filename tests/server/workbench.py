@@ -14,7 +14,7 @@ import msgspec
 
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.messages import Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Replay, WorkerSettings
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Done, Failed, JobKind, Lora, NewJob, NewModel, NewSampler, Outcome
 from tinsmith.server.worker import Worker
@@ -37,6 +37,8 @@ class Workbench:
         self.no_room: Mapping[str, str] = {}
         """The models that wait for room on the disk, and why."""
         self.held_up: list[Exception] = []
+        self.drawn: list[Drawn] = []
+        """What was told while it was drawn."""
         self.store = Store(self.settings.database)
         self.engine = Engine.open(folder, device="cpu", dtype="float32", kv_tokens=2048)
         self.died_of: Exception | None = None
@@ -58,6 +60,7 @@ class Workbench:
             tell_replay=self.replays.append,
             tell_no_room=self._note_no_room,
             tell_held_up=self.held_up.append,
+            tell_drawn=self.drawn.extend,
         )
         thread = threading.Thread(target=self._run, args=(worker,))
         thread.start()
@@ -131,6 +134,11 @@ class Workbench:
         body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
         return self.submit("save_weights_for_sampler", model_id, seq_id=seq_id, payload=msgspec.json.encode(body))
 
+    def copied_sampler(self, model_id: str, seq_id: int) -> str:
+        """The sampler that such a job makes."""
+        sampler_id: str = msgspec.json.decode(self.result(self.copy(model_id, seq_id)))["sampling_session_id"]
+        return sampler_id
+
     def save(self, model_id: str, seq_id: int, name: str, *, overwrite: bool = False) -> str:
         """The path of a checkpoint of the model as it is."""
         body = {"model_id": model_id, "seq_id": seq_id, "path": name, "overwrite": overwrite}
@@ -146,10 +154,18 @@ class Workbench:
         sampler = NewSampler(session_id="s", sampling_session_seq_id=0, owner="ann", base_model=BASE)
         return self.store.samplers.create(sampler).sampler_id
 
-    def sample(self, sampler_id: str, seq_id: int, **params: Any) -> str:
+    def following_sampler(self, model_id: str) -> str:
+        """One that samples from the model as it is at the time."""
+        sampler = NewSampler(
+            session_id="s", sampling_session_seq_id=99, owner="ann", base_model=BASE, model_id=model_id
+        )
+        return self.store.samplers.create(sampler).sampler_id
+
+    def sample(self, sampler_id: str, seq_id: int, *, more: Mapping[str, Any] | None = None, **params: Any) -> str:
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
             "sampling_params": {"seed": 1, "stop": [], "max_tokens": 4, **params},
+            **(more or {}),
         }
         return self.submit("sample", sampler_id=sampler_id, seq_id=seq_id, payload=msgspec.json.encode(body))
 

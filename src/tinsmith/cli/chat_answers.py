@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tinsmith.cli.errors import CommandFailed
 
 if TYPE_CHECKING:
-    from tinsmith.client.fast_tokenizer import Tokenizer
     from tinsmith.client.sampling import SamplingClient
+    from tinsmith.text.fast_tokenizer import Tokenizer
     from tinsmith.types import SampledSequence
 
 FIRST_PIECES, LATER_PIECES = (4, 8, 16), 32
@@ -79,7 +79,7 @@ class Model:
 
     def begin(self, messages: Messages) -> tuple[list[int], Answer]:
         """The prompt for an answer to the last message, and the answer, still empty."""
-        from tinsmith.client.chat_template import apply_chat_template
+        from tinsmith.text.chat_template import apply_chat_template
 
         prompt = apply_chat_template(self._tokenizer, messages)
         if self._context is not None and len(prompt) >= self._context:
@@ -139,7 +139,7 @@ def end_of_turn(tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _after_an_answer(tokenizer: Tokenizer) -> int | None:
-    from tinsmith.client.chat_template import apply_chat_template
+    from tinsmith.text.chat_template import apply_chat_template
 
     said = [{"role": "user", "content": "Question?"}, {"role": "assistant", "content": "Answer."}]
     options: dict[str, Any] = {"add_generation_prompt": False, "tokenize": False}

@@ -11,6 +11,7 @@ from tinsmith.cli import shown
 from tinsmith.cli.checkpoint_delete import delete
 from tinsmith.cli.checkpoint_download import download
 from tinsmith.cli.checkpoint_export import export
+from tinsmith.cli.checkpoint_import import import_adapter
 from tinsmith.cli.checkpoint_push import push_hf
 from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed
@@ -31,7 +32,7 @@ def command() -> None:
     """List, share, download and delete checkpoints."""
 
 
-for subcommand in (delete, download, export, push_hf):
+for subcommand in (delete, download, export, import_adapter, push_hf):
     command.add_command(subcommand)
 
 

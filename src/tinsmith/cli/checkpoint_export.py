@@ -5,8 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -20,18 +19,17 @@ from tinsmith.cli.params import CHECKPOINT_PATH
 from tinsmith.cli.progress import Bar
 
 if TYPE_CHECKING:
+    from tinsmith.client.rest import ExportForm
+    from tinsmith.export import Adapter
     from tinsmith.types import ExternalWeightsUrlsResponse
 
-PEFT, MERGED = "peft", "merged"
+PEFT, MERGED, GGUF = FORMS = ("peft", "merged", "gguf")
 ARCHIVE = "archive.tar"
-ON_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 
 
 @click.command("export")
 @click.argument("path", type=CHECKPOINT_PATH)
-@click.option(
-    "--to", "form", type=click.Choice([PEFT, MERGED]), required=True, help="An adapter, or a model that needs none."
-)
+@click.option("--to", "form", type=click.Choice(FORMS), required=True, help="An adapter, or a model that needs none.")
 @click.option(
     "-o",
     "--output",
@@ -43,43 +41,72 @@ ON_THIS_MACHINE = ("127.0.0.1", "::1", "localhost")
 @click.option(
     "--base",
     metavar="MODEL",
-    help="The base model, as a folder or a hub id; else the one that the checkpoint names.",
+    help="The base model, as a folder or a hub id; merges here, and not on the server.",
 )
+@click.option("--data-note", default="", metavar="TEXT", help="What the model card says of the data it was trained on.")
 @click.option("--force", is_flag=True, help="Replace the folder if it is not empty, once the new one is complete.")
 @click.pass_obj
-def export(options: Options, path: str, form: str, output: Path, base: str | None, force: bool) -> None:
-    """Make a PEFT adapter or a whole model of a checkpoint.
+def export(options: Options, path: str, form: str, output: Path, base: str | None, data_note: str, force: bool) -> None:
+    """Make a PEFT adapter or a whole model of a checkpoint, with a model card.
 
     \b
     peft     adapter_model.safetensors and adapter_config.json, for `peft`, vLLM and others
     merged   the base model with the adapter added to its weights, for whatever loads a model folder
+    gguf     the same as one file for llama.cpp, Ollama and LM Studio, in the base's own number format
 
-    For a merged model the base is looked for in --base, in the folder that a server on this machine has it from, and
-    then, by its name, as a folder here and on the Hugging Face Hub or in its cache (HF_HOME, HF_HUB_OFFLINE). It is
-    read and written piece by piece, in its own number format, and its size is no matter for memory.
+    A server of Tinsmith makes the export itself, from the very weights that the adapter was trained on. With --base,
+    and of other servers, the adapter is fetched and merged here. The base is then looked for, by its name, as a folder
+    here and on the Hugging Face Hub or in its cache (HF_HOME, HF_HUB_OFFLINE). Models are read and written piece by
+    piece, and their size is no matter for memory.
 
     Training and exported checkpoints work with every server. Sampler weights can be fetched from Tinsmith's own server
     only; the hosted service does not hand them out. Adapters of mixture-of-experts layers are refused.
     """
-    from tinsmith.export import new_folder
-
     target = output.expanduser().absolute()
-    with new_folder(target, force=force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        adapter_folder = Path(name)
-        with Server(options) as server:
-            _fetch(server, path, adapter_folder)
-            served = _served_folder(server, path) if form == MERGED and base is None else None
-        base_model = base or _named_base(adapter_folder)
-        result: dict[str, Any] = {"checkpoint_path": path, "format": form, "destination": str(target)}
-        result["base_model"] = base_model
-        if form == PEFT:
-            _write_peft(adapter_folder, folder, base_model, path)
-        else:
-            base_folder = served or _find(base_model)
-            result["base_folder"] = str(base_folder)
-            _write_merged(adapter_folder, base_folder, folder, base_model, path)
-        result["size_bytes"] = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    result: dict[str, Any] = {"checkpoint_path": path, "format": form, "destination": str(target)}
+    with Server(options) as server:
+        made = None if base else _made_by_server(server, path, form, target, data_note, force)
+        result |= made or _made_here(server, path, form, target, base, data_note, force)
+    result["size_bytes"] = sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
     _tell(options, result)
+
+
+def _made_by_server(
+    server: Server, path: str, form: str, target: Path, data_note: str, force: bool
+) -> dict[str, str] | None:
+    """What the result says of the base; nothing if the server makes no exports."""
+    from tinsmith.errors import UnsupportedByServerError
+
+    with server.patience() as stop_waiting, Bar(counts_bytes=True) as bar:
+
+        def on_bytes(file: str, done: int, total: int | None) -> None:
+            stop_waiting()
+            bar.report(file, done, total)
+
+        making = server.rest.export_checkpoint(
+            path, target, cast("ExportForm", form), data_note=data_note, force=force, on_bytes=on_bytes
+        )
+        try:
+            making.result()
+        except UnsupportedByServerError:
+            return None
+    return {"base_model": server.wait(server.rest.get_weights_info_by_tinker_path(path)).base_model}
+
+
+def _made_here(
+    server: Server, path: str, form: str, target: Path, base: str | None, data_note: str, force: bool
+) -> dict[str, str]:
+    from tinsmith.export import Adapter, Story, export_files, new_folder, write_files
+
+    with new_folder(target, force=force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as name:
+        _fetch(server, path, Path(name))
+        adapter = Adapter(Path(name))
+        base_model = base or _named_base(adapter)
+        base_folder = None if form == PEFT else _find(base_model)
+        story = Story(_absolute(base_model) if form == PEFT else base_model, path, data_note)
+        with Bar(counts_bytes=True) as bar:
+            write_files(export_files(form, adapter, base_folder, story), folder, bar.report)
+    return {"base_model": base_model, **({"base_folder": str(base_folder)} if base_folder else {})}
 
 
 def _tell(options: Options, result: Mapping[str, Any]) -> None:
@@ -154,31 +181,16 @@ async def _archive_url(server: Server, path: str) -> ExternalWeightsUrlsResponse
 # --- the base --------------------------------------------------------------------------------------------------------
 
 
-def _named_base(adapter_folder: Path) -> str:
-    from tinsmith.export.adapter import Adapter
-
-    name = Adapter(adapter_folder).base_model
-    if not name:
+def _named_base(adapter: Adapter) -> str:
+    if not adapter.base_model:
         raise CommandFailed("The checkpoint does not say what its base model is.", remedy="Name it with --base.")
-    return name
+    return adapter.base_model
 
 
-def _served_folder(server: Server, path: str) -> Path | None:
-    """Where a server on this machine has the base from: the very weights that the adapter was trained on."""
-    from tinsmith.client.connection import Call
-    from tinsmith.errors import APIStatusError
-    from tinsmith.types import GetInfoRequest, GetInfoResponse
-    from tinsmith.wire import json as wire_json
-
-    if urlsplit(server.config.base_url).hostname not in ON_THIS_MACHINE:
-        return None
-    asked = Call("POST", "/api/v1/get_info", wire_json.encode(GetInfoRequest(model_id=path.split("/")[2])))
-    try:
-        info = server.wait(server.connection.run(lambda: server.connection.call_for(GetInfoResponse, asked)))
-    except APIStatusError:  # the run may be somebody else's, and only the checkpoint public
-        return None
-    folder = Path(info.model_data.tokenizer_id or "")
-    return folder if folder.is_absolute() and folder.is_dir() else None
+def _absolute(base_model: str) -> str:
+    """For those who load the adapter from another folder."""
+    found = Path(base_model).expanduser()
+    return str(found.absolute()) if found.is_dir() else base_model
 
 
 def _find(base_model: str) -> Path:
@@ -194,20 +206,3 @@ def _find(base_model: str) -> Path:
         raise CommandFailed(
             f"There are no base weights of {base_model!r}", str(error), "Name a folder or a hub id with --base."
         ) from error
-
-
-# --- the folder ------------------------------------------------------------------------------------------------------
-
-
-def _write_peft(adapter: Path, folder: Path, base_model: str, path: str) -> None:
-    from tinsmith.export import write_peft
-
-    found = Path(base_model).expanduser()
-    write_peft(adapter, folder, base_model=str(found.absolute()) if found.is_dir() else base_model, origin=path)
-
-
-def _write_merged(adapter: Path, base_folder: Path, folder: Path, base_model: str, path: str) -> None:
-    from tinsmith.export import write_merged
-
-    with Bar(counts_bytes=True) as bar:
-        write_merged(adapter, base_folder, folder, base_model=base_model, origin=path, on_progress=bar.report)

@@ -35,7 +35,7 @@ from tinsmith.client.retry import (
     with_retries,
 )
 from tinsmith.client.telemetry import TelemetryReporter, telemetry_hook
-from tinsmith.client.transport import HttpRequest, HttpResponse, Traffic, Transport
+from tinsmith.client.transport import HttpRequest, HttpResponse, Traffic, Transport, Upload
 from tinsmith.errors import (
     APIConnectionError,
     APIResponseValidationError,
@@ -92,6 +92,8 @@ class Call(NamedTuple):
     """Whether the server recognises a repetition (by a sequence number, say); decides about 409."""
     expected: tuple[int, ...] = ()
     """Statuses of 300 and above that are answers rather than errors."""
+    upload: Upload | None = None
+    """In place of a body that is too large to be in memory."""
 
 
 class Connection:
@@ -185,7 +187,7 @@ class Connection:
         if key is not None:
             headers["x-idempotency-key"] = key
         headers.update(_lower(call.headers))
-        return HttpRequest(call.method, self.config.base_url + call.path, headers, call.body, timeout)
+        return HttpRequest(call.method, self.config.base_url + call.path, headers, call.body, timeout, call.upload)
 
     async def _send(self, traffic: Traffic, request: HttpRequest) -> HttpResponse:
         response = await self._transport.send(traffic, request)
@@ -207,6 +209,19 @@ class Connection:
         request = HttpRequest("GET", url, headers, b"", self.config.timeout)
         async with self._transport.stream(Traffic.REST, request) as (response, pieces):
             raise_for_status(response, request)
+            yield response, pieces
+
+    @contextlib.asynccontextmanager
+    async def read(self, call: Call) -> AsyncIterator[tuple[HttpResponse, AsyncIterator[bytes]]]:
+        """Sends with the account's credential and reads the answer piece by piece. Nothing is repeated."""
+        self.check_open()
+        await self.flags()
+        credential = await self.account.token.current(self._exchange)
+        request = self._request(call, 1, credential, None)
+        async with self._transport.stream(call.traffic, request) as (response, pieces):
+            if response.status >= 300:
+                response = response._replace(body=await anext(pieces, b""))
+            raise_for_status(response, request, (credential, *self._secrets))
             yield response, pieces
 
     # Configuration and credential

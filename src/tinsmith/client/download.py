@@ -65,7 +65,7 @@ async def download_files(
     """
     links = _Links(get_urls)
     names = sorted((await links.signed()).urls)
-    targets = [_safe_path(folder, name) for name in names]
+    targets = [safe_path(folder, name) for name in names]
     await asyncio.to_thread(_claim, folder, label, targets, keep_parts)
     for done, (name, target) in enumerate(zip(names, targets, strict=True)):
         if not await asyncio.to_thread(target.exists):
@@ -196,7 +196,7 @@ def _claim(folder: Path, label: str, targets: list[Path], keep_parts: bool) -> N
     note.write_text(label, encoding="utf-8")
 
 
-def _safe_path(folder: Path, name: str) -> Path:
+def safe_path(folder: Path, name: str) -> Path:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.name or "\\" in name or "\0" in name:
         raise InvalidInputError(

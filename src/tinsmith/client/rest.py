@@ -16,12 +16,19 @@ from urllib.parse import quote
 from tinsmith.client.admin import AdminClient, AuditEventType
 from tinsmith.client.checks import check_choice, check_count, check_id, check_text, parse_checkpoint_path
 from tinsmith.client.connection import Call, Connection
+from tinsmith.client.conversions import SLOWEST_BYTES_PER_SECOND, AdapterUpload, OnBytes, receive_export
 from tinsmith.client.download import GetUrls, ProgressCallback, download_files
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.paging import Page, Pages, next_offset
-from tinsmith.client.rest_calls import RestCalls, sdk_headers
+from tinsmith.client.rest_calls import RestCalls, query_string, sdk_headers
 from tinsmith.client.transport import Traffic
-from tinsmith.errors import InvalidInputError, InvalidTypeError, NoProgressError, UnsupportedByServerError
+from tinsmith.errors import (
+    InvalidInputError,
+    InvalidTypeError,
+    NoProgressError,
+    NotFoundError,
+    UnsupportedByServerError,
+)
 from tinsmith.types import (
     AuditLogResponse,
     BillingUsageResponse,
@@ -34,6 +41,7 @@ from tinsmith.types import (
     GetSamplerResponse,
     GetSessionResponse,
     HealthResponse,
+    ImportWeightsResponse,
     ListSessionsResponse,
     SessionSearchCursor,
     SessionSearchRequest,
@@ -46,8 +54,10 @@ from tinsmith.types import (
 )
 from tinsmith.types._model import Response
 from tinsmith.wire import json as wire_json
+from tinsmith.wire import tar
 
 AccessScope = Literal["owned", "accessible"]
+ExportForm = Literal["peft", "merged", "gguf"]
 
 TRACE_POLL_SECONDS = 5.0
 RUNS_PER_PAGE = 100
@@ -244,6 +254,87 @@ class RestClient(RestCalls):
         return await self.copy_weights(
             path, destination_project_id, ttl_seconds=ttl_seconds, weights_access_token=weights_access_token
         )
+
+    # Other tools
+
+    def export_checkpoint(
+        self,
+        tinker_path: str,
+        folder: str | Path,
+        to: ExportForm = "peft",
+        *,
+        data_note: str = "",
+        force: bool = False,
+        on_bytes: OnBytes | None = None,
+    ) -> APIFuture[list[Path]]:
+        """Makes a folder that other tools load: a PEFT adapter, a merged model, or GGUF for llama.cpp.
+
+        The server merges, with its own base model. The folder appears when it is complete; with `force` it replaces
+        what is there. `data_note` goes into the model card. Only Tinsmith's own server can do this.
+        """
+        check_choice("to", to, get_args(ExportForm))
+        query = query_string({"to": to, "data_note": data_note or None})
+        path = f"{_checkpoint_path(tinker_path)}/export{query}"
+        call = Call("GET", path, traffic=Traffic.REST, headers=sdk_headers("export_checkpoint"))
+        target = Path(folder).expanduser().absolute()
+
+        async def export() -> list[Path]:
+            from tinsmith.export.folders import new_folder
+
+            with new_folder(target, force=force) as unfinished:
+                files = await receive_export(self._connection, call, unfinished, on_bytes)
+            return [target / file.relative_to(unfinished) for file in files]
+
+        return self._connection.run(export)
+
+    async def export_checkpoint_async(
+        self,
+        tinker_path: str,
+        folder: str | Path,
+        to: ExportForm = "peft",
+        *,
+        data_note: str = "",
+        force: bool = False,
+        on_bytes: OnBytes | None = None,
+    ) -> list[Path]:
+        return await self.export_checkpoint(
+            tinker_path, folder, to, data_note=data_note, force=force, on_bytes=on_bytes
+        )
+
+    def import_adapter(self, folder: str | Path, base_model: str, name: str = "imported") -> APIFuture[str]:
+        """Makes a checkpoint of a PEFT adapter that was trained elsewhere and gives its path.
+
+        It can be trained further (`create_training_client_from_state`), sampled from and exported. Only Tinsmith's own
+        server can do this.
+        """
+        check_text("base_model", base_model)
+        check_text("name", name)
+        upload = AdapterUpload(Path(folder).expanduser())
+        call = Call(
+            "POST",
+            f"/api/v1/import_weights{query_string({'base_model': base_model, 'name': name})}",
+            traffic=Traffic.REST,
+            content_type=tar.CONTENT_TYPE,
+            headers={
+                **sdk_headers("import_adapter"),
+                "X-Idempotency-Key": str(uuid.uuid4()),
+                "Content-Length": str(upload.num_bytes),
+            },
+            timeout=self._connection.config.timeout + upload.num_bytes / SLOWEST_BYTES_PER_SECOND,
+            upload=upload.pieces,
+        )
+
+        async def send() -> str:
+            try:
+                return (await self._connection.call_for(ImportWeightsResponse, call)).tinker_path
+            except NotFoundError as error:
+                server = self._connection.config.base_url
+                raise UnsupportedByServerError(f"The server at {server} takes no adapters.") from error
+
+        return self._connection.run(send)
+
+    async def import_adapter_async(self, folder: str | Path, base_model: str, name: str = "imported") -> str:
+        return await self.import_adapter(folder, base_model, name)
 
     # Sessions
 

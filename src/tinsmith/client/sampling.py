@@ -37,7 +37,7 @@ from tinsmith.types import (
 from tinsmith.wire import json as wire_json
 
 if TYPE_CHECKING:
-    from tinsmith.client.fast_tokenizer import Tokenizer
+    from tinsmith.text.fast_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

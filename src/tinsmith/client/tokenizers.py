@@ -1,7 +1,7 @@
 """Which tokenizer a model has, and one loaded copy of it per process.
 
 A tokenizer turns text into ids and back, nothing more: `get_tokenizer` never applies a chat template. Whoever wants
-the model's own template asks for it with `tinsmith.client.chat_template.apply_chat_template`.
+the model's own template asks for it with `tinsmith.text.chat_template.apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, TypeAlias
 
-from tinsmith.client.fast_tokenizer import Tokenizer
 from tinsmith.client.tokenizer_files import load_tokenizer
 from tinsmith.errors import InvalidInputError, InvalidTypeError
+from tinsmith.text.fast_tokenizer import Tokenizer
 
 _UNGATED_LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 

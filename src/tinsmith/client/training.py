@@ -15,6 +15,7 @@ from tinsmith.client.connection import Call
 from tinsmith.client.console import training_run_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.hooks import TRAINING
+from tinsmith.client.metrics_log import MetricsLog
 from tinsmith.client.polling import ResultKind, retrieve
 from tinsmith.client.retry import RetryConfig
 from tinsmith.client.sampling import SamplingClient
@@ -53,7 +54,7 @@ from tinsmith.wire import json as wire_json
 from tinsmith.wire import proto as wire_proto
 
 if TYPE_CHECKING:
-    from tinsmith.client.fast_tokenizer import Tokenizer
+    from tinsmith.text.fast_tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +100,7 @@ class TrainingClient:
         self._model_seq_id = model_seq_id
         self._connection = session.connection
         self._turns = TurnQueue(session.connection, session.connection.config.max_inflight)
+        self._metrics = MetricsLog(session.connection, model_id)
 
     # Forward and backward
 
@@ -329,6 +331,18 @@ class TrainingClient:
         return await self._sampler(model_path, retry_config, record_stability_info).result_async(timeout)
 
     # Information
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[None]:
+        """Numbers of your own, shown on the server's dashboard beside the loss and whatever else it knows itself.
+
+        `step` is the optimizer step that they are about, by default the one that is next. Training does not wait for
+        them, and nobody has to wait for the future; what is not finite is left out. On a server that takes no metrics
+        this does nothing, and says so once in the log.
+        """
+        return self._metrics.log(metrics, step)
+
+    async def log_metrics_async(self, metrics: Mapping[str, float], step: int | None = None) -> APIFuture[None]:
+        return self.log_metrics(metrics, step)
 
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
         return self._connection.run(self._get_info).result(timeout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tinsmith.client.config import Config
@@ -39,12 +39,18 @@ class Traffic(enum.Enum):
         return self.value[1]
 
 
+Upload = Callable[[], AsyncIterator[bytes]]
+"""Makes the pieces of a body, once for every try."""
+
+
 class HttpRequest(NamedTuple):
     method: str
     url: str
     headers: Mapping[str, str]
     body: bytes
     timeout: float
+    upload: Upload | None = None
+    """What is sent in place of the body, if it is too large to be in memory."""
 
     @property
     def summary(self) -> RequestSummary:
@@ -75,7 +81,8 @@ class Transport:
         async with pool.slots:
             with _translated_errors(request):
                 async with asyncio.timeout(request.timeout):
-                    reply = await pool.client.execute(request.method, request.url, request.headers, request.body)
+                    content = request.upload() if request.upload else request.body
+                    reply = await pool.client.execute(request.method, request.url, request.headers, content)
         return HttpResponse(reply.status, reply.headers, reply.content)
 
     @contextlib.asynccontextmanager

@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,13 +17,30 @@ from tinsmith.export.tensor_files import StoredTensor, read_head
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
+FACTS = "tinsmith.json"
+"""What our own server adds."""
 HEAD = "lm_head"
 
 _LORA = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+_COPY = re.compile(r"base_model\.model\.(lm_head|model\.embed_tokens)(?:\.base_layer)?\.weight")
+"""What peft saves along with an adapter that changes one of these, although it is a part of the base."""
 _OTHER_NAMES = {"model.unembed_tokens": HEAD}
 """What the hosted service calls modules that have another name in published weights."""
-_NOT_MERGED = ("alpha_pattern", "modules_to_save", "rank_pattern", "use_dora")
-"""Settings of PEFT under which an adapter is more than B times A."""
+_MORE_THAN_A_PRODUCT = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "fan_in_fan_out",
+    "layer_replication",
+    "lora_bias",
+    "modules_to_save",
+    "trainable_token_indices",
+    "use_dora",
+    "use_qalora",
+)
+"""Settings of PEFT under which an adapter is more than B times A, or something else."""
+_CHANGES_THE_BASE = ("corda", "loftq", "olora", "pissa")
+"""Ways to begin in which a part of the base moves into the adapter; without the rest of it the sum is wrong."""
+_MODULE_NAME = re.compile(r"[\w.]+", re.ASCII)
 
 
 class Pair(NamedTuple):
@@ -42,12 +58,21 @@ class Adapter:
     def __init__(self, folder: Path) -> None:
         _check_files(folder)
         self.config: dict[str, Any] = read_json(folder / CONFIG)
-        self.pairs = _pairs(read_head(folder / WEIGHTS))
+        tensors = read_head(folder / WEIGHTS)
+        self.copies = {found[1]: each for name, each in tensors.items() if (found := _COPY.fullmatch(name))}
+        """Of matrices of the base, by their modules."""
+        self.pairs = _pairs({name: each for name, each in tensors.items() if not _COPY.fullmatch(name)})
         self._check_config()
+        self.steps = _steps(folder / FACTS)
 
     @property
     def rank(self) -> int:
-        return int(self.config["r"])
+        """The largest; modules may have ranks of their own."""
+        return max((pair.a.shape[0] for pair in self.pairs.values()), default=int(self.config["r"]))
+
+    @property
+    def alpha(self) -> float:
+        return float(self.config["lora_alpha"])
 
     @property
     def base_model(self) -> str:
@@ -58,33 +83,57 @@ class Adapter:
     def changes_head(self) -> bool:
         return HEAD in self.pairs
 
-    @cached_property
-    def scale(self) -> float:
-        divisor = math.sqrt(self.rank) if self.config.get("use_rslora") else self.rank
-        return float(self.config["lora_alpha"]) / divisor
+    def scale(self, module: str) -> float:
+        """What B times A is multiplied with."""
+        patterns = self.config.get("alpha_pattern") or {}
+        alpha = next((value for name, value in patterns.items() if f".{module}".endswith(f".{name}")), self.alpha)
+        rank = self.pairs[module].a.shape[0]
+        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
 
-    def matrices(self, module: str) -> tuple[Floats, Floats]:
-        """A, and B times the scale."""
+    def matrices(self, module: str, unit: float = 1.0) -> tuple[Floats, Floats]:
+        """A, and B times the scale, of which there are so many to the `unit`."""
         pair = self.pairs[module]
-        a, b = pair.a.floats(), pair.b.floats()
+        a = pair.a.floats()
+        with np.errstate(over="ignore"):
+            b = pair.b.floats() * np.float32(self.scale(module) / unit)
         if not (np.isfinite(a).all() and np.isfinite(b).all()):
             raise InvalidInputError(
                 f"The adapter holds numbers at {module} that are infinite or not a number: its training broke down. "
-                "Export an earlier checkpoint.",
+                "Use an earlier checkpoint.",
                 field=module,
             )
-        return a, b * np.float32(self.scale)
+        return a, b
 
     def _check_config(self) -> None:
-        missing = [name for name in ("r", "lora_alpha") if not isinstance(self.config.get(name), int | float)]
-        special = [name for name in _NOT_MERGED if self.config.get(name)]
-        if missing or special:
-            problem = f"lacks {' and '.join(missing)}" if missing else f"uses {' and '.join(special)}"
+        problem = _problem(self.config)
+        if problem is not None:
             raise InvalidInputError(
-                f"The {CONFIG} of the checkpoint {problem}, so it is no plain LoRA adapter and cannot be exported. "
-                "Load it with the tool that wrote it.",
-                field=(missing or special)[0],
+                f"The {CONFIG} {problem}, so this is no plain LoRA adapter and cannot be used. Load it with the tool "
+                "that wrote it, or train one without.",
+                field=CONFIG,
             )
+
+
+def _problem(config: Mapping[str, Any]) -> str | None:
+    numbers = [config.get("r"), config.get("lora_alpha"), *_numbers_of(config.get("alpha_pattern"))]
+    if not all(isinstance(each, int | float) and 0 < each < 1e9 for each in numbers):
+        return f"has r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}, which must be positive numbers"
+    if config.get("peft_type", "LORA") != "LORA":
+        return f"has the peft_type {config['peft_type']!r}"
+    if special := [name for name in _MORE_THAN_A_PRODUCT if config.get(name)]:
+        return f"uses {' and '.join(special)}"
+    if config.get("bias", "none") != "none":
+        return f"has bias {config['bias']!r}: biases were trained too"
+    if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
+        return f"has init_lora_weights {config['init_lora_weights']!r}, which changes the base; convert it with peft"
+    if odd := [name for name in config.get("alpha_pattern") or () if not _MODULE_NAME.fullmatch(name)]:
+        return f"has the alpha_pattern {odd[0]!r}, which is not the name of a module"
+    return None
+
+
+def _numbers_of(patterns: object) -> list[object]:
+    """Ranks are read from the matrices; only the numbers that they are multiplied with must be told."""
+    return list(patterns.values()) if isinstance(patterns, dict) else []
 
 
 def _check_files(folder: Path) -> None:
@@ -92,9 +141,15 @@ def _check_files(folder: Path) -> None:
         return
     names = ", ".join(sorted(file.name for file in folder.iterdir() if not file.name.startswith(".")))
     raise InvalidInputError(
-        f"The checkpoint is no PEFT adapter, which has {WEIGHTS} and {CONFIG}: its files are {names or 'none at all'}. "
+        f"This is no PEFT adapter, which has {WEIGHTS} and {CONFIG}: its files are {names or 'none at all'}. "
         "Encrypted exports must be downloaded and decrypted by hand.",
     )
+
+
+def _steps(facts: Path) -> int | None:
+    """How many optimizer steps were taken, where the server says so."""
+    steps = read_json(facts).get("steps") if facts.is_file() else None
+    return steps if isinstance(steps, int) and steps else None
 
 
 def _pairs(tensors: Mapping[str, StoredTensor]) -> dict[str, Pair]:
@@ -104,7 +159,7 @@ def _pairs(tensors: Mapping[str, StoredTensor]) -> dict[str, Pair]:
         if found is None or len(tensor.shape) != 2 or tensor.dtype not in SIZES:
             raise InvalidInputError(
                 f"The adapter holds {name} {list(tensor.shape)} in {tensor.dtype}, which is no LoRA matrix of a linear "
-                "layer. Adapters of mixture-of-experts layers and of other kinds cannot be exported yet.",
+                "layer. Adapters of mixture-of-experts layers and of other kinds cannot be used yet.",
                 field=name,
             )
         module = _OTHER_NAMES.get(found[1], found[1])
@@ -116,7 +171,7 @@ def _pair(module: str, both: Mapping[str, StoredTensor]) -> Pair:
     if both.keys() != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
         shapes = {f"lora_{half}": list(tensor.shape) for half, tensor in both.items()}
         raise InvalidInputError(
-            f"The matrices of the adapter for {module} do not belong together: {shapes}. Export the checkpoint again.",
+            f"The matrices of the adapter for {module} do not belong together: {shapes}. Save the adapter again.",
             field=module,
         )
     return Pair(both["A"], both["B"])
@@ -130,7 +185,3 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise InvalidInputError(f"{file} must hold a JSON object, not a {type(content).__name__}. Fetch it again.")
     return content
-
-
-def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

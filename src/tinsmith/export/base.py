@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.export.adapter import read_json
+from tinsmith.export.adapter import HEAD, Adapter, read_json
 from tinsmith.export.tensor_files import StoredTensor, read_head
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+EMBEDDING = "model.embed_tokens"
 
 _COMPANIONS = (
     "*.json",
@@ -50,6 +51,21 @@ class BaseModel:
     def is_tied(self) -> bool:
         """Whether the embedding is the output matrix too; some releases store it twice all the same."""
         return bool(self.config.get("tie_word_embeddings")) or "lm_head.weight" not in self.tensors
+
+    def weight(self, module: str) -> StoredTensor | None:
+        """The matrix of a module; that of the output may be the embedding."""
+        return self.tensors.get(f"{EMBEDDING if module == HEAD and self.is_tied else module}.weight")
+
+    def check_copies(self, adapter: Adapter) -> None:
+        """What an adapter holds of its base must be so here, or it was trained, or belongs to another base."""
+        for module, copy in adapter.copies.items():
+            own = self.weight(module)
+            if own is None or not own.equals(copy):
+                raise InvalidInputError(
+                    f"The adapter brings {module} along, and it is not that of the base in {self.folder}: it was "
+                    "trained as a whole, or for another base. Train it as LoRA only, or give its own base.",
+                    field=module,
+                )
 
     def companions(self) -> Iterator[Path]:
         """Configuration, tokenizer, templates and licence, by their path within the folder."""

@@ -6,56 +6,40 @@ neither on the model nor on its largest matrix.
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.export import tensor_files
-from tinsmith.export.adapter import HEAD, Adapter, write_json
-from tinsmith.export.base import CONFIG, INDEX, BaseModel
-from tinsmith.export.card import merged_card, write_card
+from tinsmith.export.adapter import HEAD, Adapter
+from tinsmith.export.base import CONFIG, EMBEDDING, INDEX, BaseModel
+from tinsmith.export.card import Story, merged_card
+from tinsmith.export.files import NewFile
 from tinsmith.export.numbers import SIZES, from_floats, to_floats
-from tinsmith.export.tensor_files import NewTensor, StoredTensor, write_tensors
+from tinsmith.export.tensor_files import NewTensor, StoredTensor, tensors_file
 
-OnProgress = Callable[[str, int, int], None]
-"""Hears which file is being written, how many bytes of all files are, and how many there will be."""
-
-_EMBEDDING = "model.embed_tokens.weight"
 _HEAD_WEIGHT = f"{HEAD}.weight"
-
-
-def write_merged(
-    adapter_folder: Path,
-    base_folder: Path,
-    folder: Path,
-    *,
-    base_model: str,
-    origin: str,
-    on_progress: OnProgress = lambda file, done, total: None,
-) -> None:
-    """Fills a folder with a model that needs no adapter any more. `origin` is the checkpoint's path, for the card."""
-    adapter, base = Adapter(adapter_folder), BaseModel(base_folder)
-    shards = _plan(adapter, base)
-    _check_room(folder, shards)
-    _write_companions(adapter, base, folder)
-    _write_shards(shards, folder, on_progress)
-    if base.index is not None:
-        write_json(folder / INDEX, _index(base.index, shards))
-    write_card(folder, merged_card(adapter, base_model, origin))
-
-
-# --- what will be in which file --------------------------------------------------------------------------------------
 
 Shards = Mapping[str, Mapping[str, NewTensor]]
 
 
-def _plan(adapter: Adapter, base: BaseModel) -> Shards:
-    """The tensors of every file. Whatever does not fit is found here, before anything is written."""
+def merged_files(adapter: Adapter, base: BaseModel, story: Story) -> list[NewFile]:
+    """A model that needs no adapter any more."""
+    shards = merged_tensors(adapter, base)
+    weights = [tensors_file(name, tensors) for name, tensors in shards.items()]
+    index = [] if base.index is None else [NewFile.json(INDEX, _index(base.index, shards))]
+    return [*_companions(adapter, base), merged_card(adapter, story), *index, *weights]
+
+
+# --- what will be in which file --------------------------------------------------------------------------------------
+
+
+def merged_tensors(adapter: Adapter, base: BaseModel) -> Shards:
+    """The tensors of every file of the base. Whatever does not fit is found here, before anything is written."""
+    base.check_copies(adapter)
     merged = {f"{module}.weight": _merged(adapter, base, module) for module in adapter.pairs}
     shards = {
         file: {name: merged.get(name) or NewTensor.copy(tensor) for name, tensor in tensors.items()}
@@ -69,8 +53,8 @@ def _plan(adapter: Adapter, base: BaseModel) -> Shards:
 
 def _merged(adapter: Adapter, base: BaseModel, module: str) -> NewTensor:
     """Of a model whose embedding is also its output matrix, the changed output becomes a matrix of its own."""
-    name = _EMBEDDING if module == HEAD and base.is_tied else f"{module}.weight"
-    weight = base.tensors.get(name)
+    weight = base.weight(module)
+    name = f"{EMBEDDING if module == HEAD and base.is_tied else module}.weight"
     if weight is None:
         raise InvalidInputError(
             f"The adapter changes {module}, but the base in {base.folder} has no {name}. Give the model that the "
@@ -114,42 +98,15 @@ def _sums(adapter: Adapter, module: str, weight: StoredTensor) -> Iterator[bytes
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _check_room(folder: Path, shards: Shards) -> None:
-    """Better said at once than after half an hour of writing."""
-    needed, free = _num_bytes(shards), shutil.disk_usage(folder).free
-    if needed > free:
-        raise InvalidInputError(
-            f"The merged model takes {needed / 1e9:.2f} GB, and the disk of {folder.parent} has {free / 1e9:.2f} GB "
-            "left. Make room, or export to another disk.",
-            field="folder",
-            value=str(folder.parent),
-        )
-
-
-def _num_bytes(shards: Shards) -> int:
-    return sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors.values())
-
-
-def _write_companions(adapter: Adapter, base: BaseModel, folder: Path) -> None:
+def _companions(adapter: Adapter, base: BaseModel) -> Iterator[NewFile]:
     for name in base.companions():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(base.folder / name, folder / name)
-    if adapter.changes_head:
-        write_json(folder / CONFIG, {**base.config, "tie_word_embeddings": False})
-
-
-def _write_shards(shards: Shards, folder: Path, on_progress: OnProgress) -> None:
-    done, total = 0, _num_bytes(shards)
-    for file, tensors in shards.items():
-
-        def count(num_bytes: int, file: str = file) -> None:
-            nonlocal done
-            done += num_bytes
-            on_progress(file, done, total)
-
-        write_tensors(folder / file, tensors, count)
+        if adapter.changes_head and name.as_posix() == CONFIG:
+            yield NewFile.json(CONFIG, {**base.config, "tie_word_embeddings": False})
+        else:
+            yield NewFile.copy(name.as_posix(), base.folder / name)
 
 
 def _index(index: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
+    total = sum(tensor.num_bytes for tensors in shards.values() for tensor in tensors.values())
     weight_map = {name: file for file, tensors in shards.items() for name in tensors}
-    return {**index, "metadata": {"total_size": _num_bytes(shards)}, "weight_map": weight_map}
+    return {**index, "metadata": {"total_size": total}, "weight_map": weight_map}

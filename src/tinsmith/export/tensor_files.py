@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
+import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.export.numbers import Floats, to_floats
+from tinsmith.export.files import NewFile
+from tinsmith.export.numbers import SIZES, Floats, to_floats
 
 BLOCK_BYTES = 8 * 2**20
+
+_MOST_HEAD_BYTES = 16 * 2**20
+"""Those of the largest models have one or two; what is larger was made to fill a memory."""
 
 
 class StoredTensor(NamedTuple):
@@ -31,6 +39,17 @@ class StoredTensor(NamedTuple):
     def blocks(self) -> Iterator[bytes]:
         for start in range(0, self.num_bytes, BLOCK_BYTES):
             yield self.read(start, min(BLOCK_BYTES, self.num_bytes - start))
+
+    def equals(self, other: StoredTensor) -> bool:
+        """Whether the numbers are the same, whatever their format."""
+        if self.shape != other.shape or not {self.dtype, other.dtype} <= SIZES.keys():
+            return False
+        pieces = range(0, math.prod(self.shape), BLOCK_BYTES)
+        return all(np.array_equal(self._some(start), other._some(start)) for start in pieces)
+
+    def _some(self, start: int) -> Floats:
+        size = SIZES[self.dtype]
+        return to_floats(self.read(start * size, min(BLOCK_BYTES * size, self.num_bytes - start * size)), self.dtype)
 
     def floats(self) -> Floats:
         """All of it, so for small ones."""
@@ -53,41 +72,54 @@ class NewTensor(NamedTuple):
 def read_head(file: Path) -> dict[str, StoredTensor]:
     """The tensors that a file announces, in the order in which they lie there; one cut short is refused."""
     entries, start = _entries(file)
-    found = {name: _stored(file, start, entry) for name, entry in entries.items() if name != "__metadata__"}
+    found = {name: StoredTensor(file, each.dtype, each.shape, start + each.start, each.size) for name, each in entries}
     size, announced = file.stat().st_size, max((each.offset + each.num_bytes for each in found.values()), default=start)
     if size < announced:
-        raise InvalidInputError(f"{file} has {size} bytes, but its head announces {announced}. Fetch it again.")
+        raise InvalidInputError(f"{file.name} has {size} bytes, but its head announces {announced}. Fetch it again.")
     return dict(sorted(found.items(), key=lambda item: item[1].offset))
 
 
-def _entries(file: Path) -> tuple[dict[str, Any], int]:
+class _Entry(msgspec.Struct):
+    dtype: str
+    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+
+    def __post_init__(self) -> None:
+        expected = math.prod(self.shape) * SIZES[self.dtype] if self.dtype in SIZES else max(0, self.size)
+        if self.size != expected:
+            raise ValueError(f"{list(self.shape)} in {self.dtype} do not take the bytes {list(self.data_offsets)}")
+
+    @property
+    def start(self) -> int:
+        return self.data_offsets[0]
+
+    @property
+    def size(self) -> int:
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+def _entries(file: Path) -> tuple[list[tuple[str, _Entry]], int]:
     with file.open("rb") as opened:
         size = int.from_bytes(opened.read(8), "little")
-        head = opened.read(size) if size < file.stat().st_size else b""
+        head = opened.read(size) if size < min(file.stat().st_size, _MOST_HEAD_BYTES) else b""
     try:
-        entries: dict[str, Any] = json.loads(head)
-    except ValueError as error:
-        raise InvalidInputError(f"{file} is not a safetensors file: {error}. Fetch it again.") from error
-    return entries, 8 + size
+        raw = msgspec.json.decode(head, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        return [(name, msgspec.json.decode(entry, type=_Entry)) for name, entry in raw.items()], 8 + size
+    except (UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise InvalidInputError(f"{file.name} is not a safetensors file: {error}. Fetch it again.") from error
 
 
-def _stored(file: Path, start: int, entry: Mapping[str, Any]) -> StoredTensor:
-    first, last = entry["data_offsets"]
-    return StoredTensor(file, entry["dtype"], tuple(entry["shape"]), start + first, last - first)
+def tensors_file(name: str, tensors: Mapping[str, NewTensor]) -> NewFile:
+    """A safetensors file of these tensors, in this order."""
+    head = _head(tensors)
+    return NewFile(name, len(head) + sum(each.num_bytes for each in tensors.values()), partial(_content, head, tensors))
 
 
-def write_tensors(
-    file: Path, tensors: Mapping[str, NewTensor], on_bytes: Callable[[int], None] = lambda num_bytes: None
-) -> None:
-    """A new file, on the disk when this returns; `on_bytes` hears the size of every block written."""
-    with file.open("wb") as opened:
-        opened.write(_head(tensors))
-        for tensor in tensors.values():
-            for block in tensor.blocks():
-                opened.write(block)
-                on_bytes(len(block))
-        opened.flush()
-        os.fsync(opened.fileno())
+def _content(head: bytes, tensors: Mapping[str, NewTensor]) -> Iterator[bytes]:
+    yield head
+    for tensor in tensors.values():
+        yield from tensor.blocks()
 
 
 def _head(tensors: Mapping[str, NewTensor]) -> bytes:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy
 
-from tinsmith.client.chat_template import apply_chat_template
-from tinsmith.client.fast_tokenizer import Tokenizer
 from tinsmith.errors import InvalidInputError
 from tinsmith.recipes.examples import BadLine, Example, ExampleFile, check_each, numbered
+from tinsmith.text.chat_template import apply_chat_template
+from tinsmith.text.fast_tokenizer import Tokenizer
 from tinsmith.types import Datum, ModelInput, TensorData
 
 

@@ -18,10 +18,10 @@ from tinsmith.recipes.run_folder import RunFolder, RunState
 from tinsmith.recipes.settings import Settings
 
 if TYPE_CHECKING:
-    from tinsmith.client.fast_tokenizer import Tokenizer
     from tinsmith.client.service import ServiceClient
     from tinsmith.client.training import TrainingClient
     from tinsmith.recipes.sinks import Sink
+    from tinsmith.text.fast_tokenizer import Tokenizer
 
 
 class Outcome(NamedTuple):

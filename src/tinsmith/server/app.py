@@ -21,21 +21,27 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from tinsmith.errors import APIStatusError, InvalidInputError
-from tinsmith.server import audit, logs, openapi
+from tinsmith.server import audit, logs, openapi, web
 from tinsmith.server.auth import Authority, Caller, Door
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.endpoints import ENDPOINTS
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.models import ModelFacts
+from tinsmith.server.openai import completions as openai
+from tinsmith.server.openai.errors import refusal as openai_refusal
+from tinsmith.server.openai.places import Places
 from tinsmith.server.outage import first_line
-from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, Paperwork
+from tinsmith.server.quotas import Backlog, Conversions, Incoming, OpenRequests, Paperwork
+from tinsmith.server.rates import Rates
 from tinsmith.server.reasons import reason
 from tinsmith.server.recent import Recent
-from tinsmith.server.routes import ENDPOINTS
 from tinsmith.server.routes._body import Body
-from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, identified, reply_plain, shortened
+from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, identified, plain_refusal
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store, StoreUnavailableError
+from tinsmith.server.streams import Streams
+from tinsmith.server.texts import Texts
 from tinsmith.server.tidying import Tidying
 from tinsmith.server.waiting import Waiting, Workers
 from tinsmith.server.worker_metrics import worked
@@ -49,21 +55,32 @@ _STORE_THREADS = 8
 _DECODE_THREADS = 2
 _IN_USE_SECONDS = 5.0
 _STORE_RETRY_SECONDS = 5.0
+_HEARTBEAT_PATIENCE_SECONDS = 0.1
+_LOGGED_BYTES_PER_SECOND = 128 * 1024
 _NOBODY = Caller("")
 _TOO_SLOW = 408
 _CLIENT_GONE = 499
 _UNKNOWN_BODY_BYTES = 2**20
 _MANY = {
     "asample",
+    "chat_completions",
+    "completions",
     "cancel_future",
     "client_config",
     "client_dynamic_config",
     "forward",
     "forward_backward",
     "healthz",
+    "log_metrics",
     "optim_step",
+    "overview",
+    "recent_samples",
     "retrieve_future",
     "retrieve_futures",
+    "run_points",
+    "run_series",
+    "run_with_progress",
+    "runs_with_progress",
     "save_weights_for_sampler",
     "session_heartbeat",
     "telemetry",
@@ -77,10 +94,11 @@ def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFac
     metrics = Metrics(services)
     app = Starlette(
         routes=[
-            *(_route(endpoint, services, metrics) for endpoint in ENDPOINTS),
+            *(route for endpoint in ENDPOINTS for route in _routes(endpoint, services, metrics)),
             Route("/metrics", lambda request: metrics.page()),
             Route("/openapi.json", _once(lambda: msgspec.json.encode(openapi.document()))),
             Route("/docs", lambda request: HTMLResponse(openapi.PAGE)),
+            *web.routes(services),
         ],
         exception_handlers={HTTPException: _no_such_route(metrics)},
         lifespan=lambda app: _lifespan(services),
@@ -93,6 +111,7 @@ def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFac
 def drain(app: Starlette) -> None:
     """Let every long poll end now; to be called on the event loop when the server is about to stop."""
     services: Services = app.state.services
+    services.streams.drain()
     services.waiting.drain()
 
 
@@ -114,8 +133,9 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
         folders=CheckpointFolders(config.checkpoints),
         intake=Intake(in_thread(store.jobs.enqueue_many, submitting)),
-        heartbeats=Intake(in_thread(store.sessions.heartbeats)),
+        heartbeats=Intake(in_thread(store.sessions.heartbeats), _HEARTBEAT_PATIENCE_SECONDS),
         open_requests=OpenRequests(config.max_open_requests),
+        conversions=Conversions(),
         incoming=Incoming(config.max_incoming_bytes),
         backlog=Backlog(
             config.max_queued_requests,
@@ -126,12 +146,17 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         ),
         refusals=Counter(),
         paperwork=Paperwork(config.max_paperwork_bytes, config.paperwork_bytes_per_second),
+        logged_metrics=Paperwork(config.max_paperwork_bytes, _LOGGED_BYTES_PER_SECOND),
         making_models=defaultdict(asyncio.Lock),
         storing=storing,
         submitting=submitting,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
         models_in_use=Recent(_IN_USE_SECONDS),
         samplers_in_use=Recent(_IN_USE_SECONDS),
+        texts=Texts(models),
+        streams=Streams(),
+        places=Places(config, store),
+        rates=Rates(),
     )
 
 
@@ -145,6 +170,7 @@ def _limited(facts: ModelFacts, max_context: int | None) -> ModelFacts:
 @contextlib.asynccontextmanager
 async def _lifespan(services: Services) -> AsyncIterator[None]:
     services.workers.on_done(services.waiting.notice)
+    services.workers.on_drawn(services.streams.hear)
     await services.workers.start()
     tidying = Tidying(
         services.config,
@@ -154,14 +180,17 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
         services.workers,
         services.samplers_in_use,
     )
-    beside = [asyncio.create_task(services.waiting.run()), asyncio.create_task(tidying.run(services.storing))]
+    running = (services.waiting.run(), tidying.run(services.storing), services.places.run())
+    beside = [asyncio.create_task(each) for each in running]
     try:
         yield
     finally:
+        services.streams.drain()
         services.waiting.drain()
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
+        await services.places.close()
         await services.workers.stop()
         services.submitting.shutdown()
         services.storing.shutdown()
@@ -171,7 +200,7 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
 # --- one request -----------------------------------------------------------------------------------------------------
 
 
-def _route(endpoint: Endpoint, services: Services, metrics: Metrics) -> Route:
+def _routes(endpoint: Endpoint, services: Services, metrics: Metrics) -> list[Route]:
     async def handle(request: Request) -> Response:
         started = time.perf_counter()
         body = Body(request)
@@ -184,7 +213,8 @@ def _route(endpoint: Endpoint, services: Services, metrics: Metrics) -> Route:
             _log_access(endpoint, request, response.status_code, seconds)
         return response
 
-    return Route(endpoint.path, handle, methods=[endpoint.method], name=endpoint.answer.__name__)
+    paths = [endpoint.path, *filter(None, [endpoint.also_at])]
+    return [Route(path, handle, methods=[endpoint.method], name=endpoint.answer.__name__) for path in paths]
 
 
 async def _answer(endpoint: Endpoint, request: Request, services: Services, metrics: Metrics) -> Response:
@@ -196,12 +226,12 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
             return await _audited(endpoint, Call(request, caller, services, memory))
     except APIStatusError as error:
         _note_refusal(error, services)
-        return _refusal(error.status_code, error.message, error.retry_after)
+        return _refusal(endpoint, error.status_code, error.message, error)
     except InvalidInputError as error:
         _note_refusal(error, services)
-        return _refusal(422, error.message)
+        return _refusal(endpoint, 422, error.message, error)
     except RecursionError:
-        return _refusal(422, "The body is nested too deeply.")
+        return _refusal(endpoint, 422, "The body is nested too deeply.")
     except ClientDisconnect:
         return Response(status_code=_CLIENT_GONE)
     except (StoreUnavailableError, TimeoutError) as error:
@@ -210,10 +240,10 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
         if endpoint.when_away is not None:
             return await endpoint.when_away()
         detail = "The server's database is out of reach or full. Send the request again."
-        return _refusal(503, detail, _STORE_RETRY_SECONDS)
+        return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
     except Exception:
         log.exception("%s %s failed", endpoint.method, endpoint.path)
-        return _refusal(500, "The server failed. Its log says why; the request may be sent again.")
+        return _refusal(endpoint, 500, "The server failed. Its log says why; the request may be sent again.")
 
 
 def _note_refusal(error: APIStatusError | InvalidInputError, services: Services) -> None:
@@ -257,16 +287,22 @@ def _no_such_route(metrics: Metrics) -> Callable[[Request, Exception], Awaitable
         await Body(request).drain(_UNKNOWN_BODY_BYTES)
         metrics.count_unknown(error.status_code)
         access.info("no such route: %d", error.status_code, extra={"address": request.client and request.client.host})
-        return _refusal(error.status_code, f"{request.method} {request.url.path}: {error.detail}.")
+        path = request.url.path
+        refusal = openai_refusal if path.startswith((openai.PREFIX, openai.ALSO)) else plain_refusal
+        return refusal(error.status_code, f"{request.method} {path}: {error.detail}.", None)
 
     return handle
 
 
-def _refusal(status: int, detail: str, retry_after: float | None = None) -> Response:
+def _refusal(endpoint: Endpoint, status: int, detail: str, error: Exception | None = None) -> Response:
     """Never empty and never compressed: clients take a 400 without a length for a fault of the network."""
-    response = reply_plain({"detail": shortened(detail)}, status)
-    if retry_after is not None:
-        response.headers["retry-after"] = str(math.ceil(retry_after))
+    response = endpoint.refusal(status, detail, error)
+    return _with_retry(response, error.retry_after if isinstance(error, APIStatusError) else None)
+
+
+def _with_retry(response: Response, seconds: float | None) -> Response:
+    if seconds is not None:
+        response.headers["retry-after"] = str(math.ceil(seconds))
     return response
 
 

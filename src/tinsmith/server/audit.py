@@ -49,9 +49,13 @@ _OF_ENDPOINTS: Mapping[str, str] = {
     "set_ttl": "checkpoint_set_ttl",
     "external_weights_urls": "checkpoint_download",
     "archive_url": "checkpoint_download",
+    "export_checkpoint": "checkpoint_download",
+    "import_weights": "checkpoint_import",
     "finish_session": "session_end",
     "assign_project": "session_move",
     "revoke_apikey_me": "key_revoke",
+    "create_key": "key_create",
+    "revoke_key": "key_revoke",
 }
 """By the name of the function that answers."""
 

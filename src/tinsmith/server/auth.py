@@ -101,18 +101,19 @@ class Authority:
 
     def identify(self, credential: str) -> Caller | None:
         """The caller, looked up in the store; `None` if the credential is no good."""
-        if not self._needs_key():
+        if not self.needs_key():
             return Caller(LOCAL_OWNER)
         return self._by_token(credential) if credential.startswith("eyJ") else self._by_key(credential)
 
     def owner_of(self, key_id: int | None) -> str | None:
         """Whose key this is; `None` once it was revoked. No key is the owner's on a server without keys."""
         if key_id is None:
-            return None if self._needs_key() else LOCAL_OWNER
+            return None if self.needs_key() else LOCAL_OWNER
         key = self._store.keys.get(key_id)
         return None if key is None else key.owner
 
-    def _needs_key(self) -> bool:
+    def needs_key(self) -> bool:
+        """Whether it matters which key is shown."""
         self._has_keys = self._has_keys or bool(self._store.keys.all())  # the first one may be made at any time
         return self._has_keys and not self.takes_any_key
 

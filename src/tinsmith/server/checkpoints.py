@@ -84,6 +84,18 @@ class CheckpointFolders:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
 
+    def make_scratch(self, path: str) -> Path:
+        """A folder for what is on its way to a checkpoint. Whoever made it removes it, or the next start does."""
+        scratch = self.folder(path).with_name(f"{_UNFINISHED}{_stamp()}")
+        self._root.parent.mkdir(parents=True, exist_ok=True)
+        with one_at_a_time(self._lock):
+            scratch.mkdir(parents=True)
+        return scratch
+
+    def remove_scratch(self, scratch: Path) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        self._remove_empty(scratch.parent)
+
     def delete(self, path: str, forget: Callable[[], bool] = lambda: True) -> bool:
         """Removes a checkpoint, if `forget` finds it in the database and removes it there; gives back whether it did.
 

@@ -302,7 +302,8 @@ def check_text_input(where: str, value: ModelInput, facts: ModelFacts) -> int:
     """The length of an input, which must be text: these models see and hear nothing."""
     kinds = {chunk.type for chunk in value.chunks} - {"encoded_text"}
     if kinds:
-        raise refuse(where, f"holds {', '.join(sorted(kinds))}, but {facts.name} takes text only")
+        held = ", ".join(sorted(kinds))
+        raise refuse(where, f"holds {held}, but {facts.name} takes text only. Send chunks of the type encoded_text")
     texts = [chunk.tokens for chunk in value.chunks if isinstance(chunk, EncodedTextChunk) and len(chunk.tokens)]
     if not texts:
         raise refuse(where, "is empty: give at least one token")

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from tinsmith.server.messages import Message, Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Message, Replay, WorkerSettings
 from tinsmith.server.suspects import ending
 from tinsmith.server.worker_metrics import Told
 
@@ -42,13 +42,17 @@ _MAX_LINE_BYTES = 2**24
 
 
 class Keeper:
-    """`hear` gets the ids of finished jobs; `refuse` settles the jobs of a model that was given up, with the reason."""
+    """`hear` gets the ids of finished jobs, and `hear_drawn` tokens as they are drawn.
+
+    `refuse` settles the jobs of a model that was given up, with the reason.
+    """
 
     def __init__(
         self,
         name: str,
         settings: WorkerSettings,
         hear: Callable[[Sequence[str]], None],
+        hear_drawn: Callable[[Sequence[Drawn]], None],
         refuse: Callable[[str, str], Awaitable[None]],
     ) -> None:
         self.is_ready = False
@@ -64,6 +68,7 @@ class Keeper:
         self._whose = {"base_model": name}
         self._settings = settings
         self._hear = hear
+        self._hear_drawn = hear_drawn
         self._refuse = refuse
         self._process: asyncio.subprocess.Process | None = None
         self._task: asyncio.Task[None] | None = None
@@ -210,6 +215,8 @@ class Keeper:
             self._held_up = message.held_up, time.monotonic()
         elif message.no_room is not None:
             self._no_room = message.no_room
+        elif message.drawn:
+            self._hear_drawn(message.drawn)
         elif message.figures:
             self.told.hear(message.figures)
         elif message.done:

@@ -150,6 +150,13 @@ class LiveModels:
         self._live[model_id].used = time.monotonic()
         return self._live[model_id].adapter
 
+    def newest(self, model: Model) -> tuple[int, Callable[[], Adapter]]:
+        """The last operation that is done, and how to get at the model as it is after that, which may take long."""
+        if (live := self._live.get(model.model_id)) is not None:
+            return live.seq_id, lambda: live.adapter
+        following = self._store.jobs.first_unfinished(model.model_id)
+        return following - 1, lambda: self.rebuilt(model, before_seq=following)
+
     def will_change(self, model_id: str) -> None:
         """The operation that is being done is not only about looking at the model."""
         self._live[model_id].is_changed = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from tinsmith.server.logs import LogFormat, LogLevel
+from tinsmith.types import SampleRequest
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,6 +43,28 @@ class Figure(msgspec.Struct, frozen=True, array_like=True):
         return self.name, *self.labels.values()
 
 
+class SampleJob(SampleRequest):
+    """What the job of a sample holds: the request, and what only endpoints of this server ask for besides."""
+
+    end_tokens: Sequence[int] = ()
+    """Tokens that end a sample, whatever its stops are."""
+    is_streamed: bool = False
+    """Whether its tokens are told as they are drawn."""
+
+
+class Drawn(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens of a sample that were drawn one after the other, the first of them in the place `start`."""
+
+    request_id: str
+    index: int
+    """Which of the samples of this request."""
+    start: int
+    tokens: list[int]
+    logprobs: list[float]
+    topk: list[list[tuple[int, float]]] = []
+    """For each token the most likely ones in its place, if that was asked for."""
+
+
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
     """How far a model is that is being built again."""
 
@@ -61,6 +86,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The models that wait until there is room on the disk, each with the reason; others go on."""
     failed: str = ""
     """Why the model cannot be loaded."""
+    drawn: tuple[Drawn, ...] = ()
+    """Of the samples whose tokens are wanted as they are drawn, what is new. Their results have all of it again."""
     figures: tuple[Figure, ...] = ()
     """Of those that the worker counts, what has changed."""
     is_final: bool = False

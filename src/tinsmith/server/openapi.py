@@ -7,12 +7,29 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinsmith._version import __version__
-from tinsmith.server.routes import ENDPOINTS
-from tinsmith.server.routes._call import JSON, PROTOBUF, Endpoint
+from tinsmith.server.endpoints import ENDPOINTS
+from tinsmith.server.routes._call import JSON, PROTOBUF, Endpoint, plain_refusal
 from tinsmith.types._model import Model
 from tinsmith.types.schema import json_schema
 
 _DETAIL = {"type": "object", "properties": {"detail": {"type": "string"}}, "required": ["detail"]}
+_ERROR = {
+    "type": "object",
+    "properties": {
+        "error": {
+            "type": "object",
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+            "required": ["message", "type", "param", "code"],
+        }
+    },
+    "required": ["error"],
+}
+"""As OpenAI's API has it."""
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 
 
@@ -24,17 +41,32 @@ def document(endpoints: Sequence[Endpoint] = ENDPOINTS) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Tinsmith", "version": __version__, "description": "The Tinker training API."},
-        "security": [{"key": []}],
+        "security": [{"key": []}, {"bearer": []}],
         "paths": paths,
         "components": {
-            "schemas": {**_schemas(), "Detail": _DETAIL},
-            "securitySchemes": {"key": {"type": "apiKey", "in": "header", "name": "X-API-Key"}},
+            "schemas": {**_schemas(endpoints), "Detail": _DETAIL, "Error": _ERROR},
+            "securitySchemes": {
+                "key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+                "bearer": {"type": "http", "scheme": "bearer"},
+            },
         },
     }
 
 
-def _schemas() -> dict[str, Any]:
-    return {name: _relocated(schema) for name, schema in json_schema()["$defs"].items()}
+def _schemas(endpoints: Sequence[Endpoint]) -> dict[str, Any]:
+    """The shared types, and those that only endpoints of this server take."""
+    found: dict[str, Any] = json_schema()["$defs"]
+
+    def define(cls: Any) -> dict[str, Any]:
+        if cls.__name__ not in found:
+            found[cls.__name__] = {}
+            found[cls.__name__] = cls.json_schema(define)
+        return {"$ref": f"#/$defs/{cls.__name__}"}
+
+    for endpoint in endpoints:
+        if endpoint.takes is not None:
+            define(endpoint.takes)
+    return {name: _relocated(schema) for name, schema in found.items()}
 
 
 def _relocated(value: Any) -> Any:
@@ -53,7 +85,7 @@ def _operation(endpoint: Endpoint, path: str) -> dict[str, Any]:
         "operationId": endpoint.answer.__name__,
         "summary": (endpoint.answer.__doc__ or "").strip(),
         "tags": [endpoint.answer.__module__.rpartition(".")[2]],
-        "responses": {"default": {"description": "Refused.", "content": {JSON: {"schema": _reference("Detail")}}}},
+        "responses": {"default": {"description": "Refused.", "content": {JSON: {"schema": _refused(endpoint)}}}},
     }
     status = "200" if endpoint.gives or endpoint.gives_protobuf else "2XX"
     operation["responses"][status] = {"description": "Done.", **_content(endpoint.gives, endpoint.gives_protobuf)}
@@ -73,6 +105,10 @@ def _content(model: type[Model] | None, protobuf: bool) -> dict[str, Any]:
     if protobuf:
         content[PROTOBUF] = _BINARY
     return {"content": content} if content else {}
+
+
+def _refused(endpoint: Endpoint) -> dict[str, str]:
+    return _reference("Detail" if endpoint.refusal is plain_refusal else "Error")
 
 
 def _path_parameter(name: str) -> dict[str, Any]:

@@ -130,6 +130,27 @@ class OpenRequests:
             self._open.add(owner, -1)
 
 
+class Conversions:
+    """Exports and imports that are being made. Each reads a whole model or writes a checkpoint, so one is enough."""
+
+    def __init__(self) -> None:
+        self._owners = Tally(1)
+
+    @contextmanager
+    def one_more(self, owner: str) -> Iterator[None]:
+        if self._owners.excess(owner, 1):
+            raise OverLimitError(
+                "conversions",
+                f"An export or import of this owner is under way, or {ALL_OWNERS} of all owners; no more are made at "
+                "once. Wait until it has ended.",
+            )
+        self._owners.add(owner, 1)
+        try:
+            yield
+        finally:
+            self._owners.add(owner, -1)
+
+
 class Incoming:
     """The memory of bodies that arrive, unpacked ones included, until their requests are answered."""
 

@@ -10,7 +10,7 @@ import re
 
 from tinsmith.errors import APIStatusError, InvalidInputError
 
-LIMITS = ("open_requests", "incoming_bytes", "queued", "records", "models", "checkpoint_bytes")
+LIMITS = ("open_requests", "incoming_bytes", "queued", "records", "models", "checkpoint_bytes", "conversions")
 """By the names that errors have in `limit`, and metrics as a label."""
 
 _IN_WORDS = (401, 403, 404)

@@ -1,7 +1,8 @@
 """The weights that samplers use: frozen copies, made from a live model or read from a checkpoint.
 
 A sampler keeps the weights it was made from, whatever the trainer does next. The least recently used ones leave memory;
-those that no checkpoint holds are written to a file first.
+those that no checkpoint holds are written to a file first. A sampler that was made to follow a model has none of its
+own: a sample begins with what the weights are in that moment, and keeps those to its end.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from tinsmith.server.store.records import Sampler
 log = logging.getLogger(__name__)
 
 MAX_IN_MEMORY = 32
+MAX_NEWEST = 8
+"""Models whose present weights are kept for samplers that follow them."""
 
 
 class SamplingWeights:
@@ -34,6 +37,7 @@ class SamplingWeights:
         self._spilled = spilled
         self._frozen: OrderedDict[str, FrozenAdapter] = OrderedDict()
         self._unsaved: set[str] = set()
+        self._newest: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
 
     def __contains__(self, sampler_id: str) -> bool:
         """Whether they are here, in memory or written down, and need not be read or made again."""
@@ -52,6 +56,16 @@ class SamplingWeights:
             self._find(sampler, rebuild)
         self._frozen.move_to_end(sampler.sampler_id)
         return self._frozen[sampler.sampler_id]
+
+    def newest(self, model_id: str, seq_id: int, copy: Callable[[], FrozenAdapter]) -> FrozenAdapter:
+        """The weights of a model as they are after this operation. They can be copied again, so few are kept."""
+        known = self._newest.pop(model_id, None)
+        if known is None or known[0] != seq_id:
+            known = seq_id, copy()
+        self._newest[model_id] = known
+        while len(self._newest) > MAX_NEWEST:
+            self._newest.popitem(last=False)
+        return known[1]
 
     def _find(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> None:
         spilled = self._spilled.path(sampler.sampler_id)

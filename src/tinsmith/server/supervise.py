@@ -9,7 +9,7 @@ from pathlib import Path
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.keeper import Keeper
-from tinsmith.server.messages import Figure, Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Figure, Replay, WorkerSettings
 from tinsmith.server.store import Store
 
 
@@ -26,10 +26,11 @@ class WorkerProcesses:
         self._store = store
         self._missing = missing or {}
         self._keepers = {
-            name: Keeper(name, _settings(config, name, folder), self._hear, self._refuse)
+            name: Keeper(name, _settings(config, name, folder), self._hear, self._hear_drawn, self._refuse)
             for name, folder in folders.items()
         }
         self._notices: list[Callable[[Sequence[str]], None]] = []
+        self._drawn_notices: list[Callable[[Sequence[Drawn]], None]] = []
 
     def wake(self, base_model: str) -> None:
         """Tells a worker that there is work. Never blocks, never fails."""
@@ -55,6 +56,9 @@ class WorkerProcesses:
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)
 
+    def on_drawn(self, notice: Callable[[Sequence[Drawn]], None]) -> None:
+        self._drawn_notices.append(notice)
+
     async def start(self) -> None:
         for keeper in self._keepers.values():
             keeper.start()
@@ -73,6 +77,10 @@ class WorkerProcesses:
     def _hear(self, done: Sequence[str]) -> None:
         for notice in self._notices:
             notice(done)
+
+    def _hear_drawn(self, drawn: Sequence[Drawn]) -> None:
+        for notice in self._drawn_notices:
+            notice(drawn)
 
     async def _refuse(self, base_model: str, reason: str) -> None:
         failed = await asyncio.to_thread(self._store.jobs.fail_all, base_model, reason)

@@ -72,6 +72,7 @@ class Tidying:
         await in_thread(threads, self._remove_old)
         self._samplers_in_use.clear()  # some may not be used any more
         await in_thread(threads, collect)
+        self._last_round = self._now()  # a round that takes long is no sleep: who lives is heard before the next one
 
     def _end_silent_sessions(self) -> None:
         """Silence counts only where we would have heard: not before a restart, nor while the machine slept.
@@ -97,7 +98,11 @@ class Tidying:
     def _remove_old(self) -> None:
         self._store.fill_reserve()
         now = self._now()
-        self._store.results.expire(now - timedelta(seconds=self._config.result_ttl_seconds))
+        kept_since = now - timedelta(seconds=self._config.result_ttl_seconds)
+        self._store.curves.gather_all()  # from jobs that may be about to go
+        self._store.curves.thin()
+        self._store.results.expire(kept_since)
+        self._store.recent_samples.forget(kept_since)
         for checkpoint in self._store.checkpoints.expired():
             forget = partial(self._store.checkpoints.delete_expired, checkpoint.key, _expiry(checkpoint))
             self._folders.delete(checkpoint.key.tinker_path, forget)

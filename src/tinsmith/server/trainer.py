@@ -29,6 +29,7 @@ from tinsmith.server.memory import available_memory
 from tinsmith.server.messages import Replay, WorkerSettings
 from tinsmith.server.reasons import reason
 from tinsmith.server.sampling_weights import SamplingWeights
+from tinsmith.server.shown import stepped, trained_on
 from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.soundness import check_engine
 from tinsmith.server.store import Store, StoreUnavailableError, ids
@@ -156,8 +157,10 @@ class Trainer:
 
     def _outcome(self, job: Job) -> Outcome:
         try:
-            result = json.encode(self._run_one[job.kind](job))
-            return Done(result=result, content_type=JSON, is_replayed=job.kind in REPLAYED)
+            result = self._run_one[job.kind](job)
+            shown = stepped(job, result) if isinstance(result, OptimStepResponse) else None
+            is_replayed = job.kind in REPLAYED
+            return Done(result=json.encode(result), content_type=JSON, is_replayed=is_replayed, shown=shown)
         except InvalidInputError as error:
             if job.kind == "load_weights":
                 self._drop_halves(job)
@@ -480,7 +483,8 @@ def _data_outcome(ready: _Ready, outputs: Sequence[RowOutput]) -> Outcome:
         metrics={"loss:sum": sum(output.loss for output in outputs), **_custom_metrics(outputs)},
     )
     encoded = proto.encode_forward_backward_output(result)
-    return Done(result=encoded, content_type=PROTOBUF, is_replayed=ready.is_replayed)
+    shown = trained_on(ready.rows, outputs) if ready.is_replayed else None
+    return Done(result=encoded, content_type=PROTOBUF, is_replayed=ready.is_replayed, shown=shown)
 
 
 def _custom_metrics(outputs: Sequence[RowOutput]) -> dict[str, float]:

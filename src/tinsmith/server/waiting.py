@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.messages import Figure, Replay
+from tinsmith.server.messages import Drawn, Figure, Replay
 from tinsmith.server.outage import Outage
 from tinsmith.server.store import StoreUnavailableError
 from tinsmith.server.store.records import Abandoned, Status
@@ -27,6 +27,8 @@ _LOOK_AGAIN_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 _MAX_TOGETHER = 5000
 """Names in one query; databases have a limit."""
+_ANSWERED_AT_ONCE = 4
+"""Jobs of a batch are done together. If all who wait for them were answered at once, whoever comes then would wait."""
 _MAX_PENDING = 100_000
 
 T = TypeVar("T")
@@ -57,6 +59,9 @@ class Workers(Protocol):
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         """Call `notice` on the API's event loop with the ids of jobs that have just finished."""
+
+    def on_drawn(self, notice: Callable[[Sequence[Drawn]], None]) -> None:
+        """Call `notice` there with tokens as they are drawn, of the samples for which that was asked."""
 
     async def start(self) -> None: ...
 
@@ -126,7 +131,9 @@ class Board(Generic[T]):
         if not any(asked.values()):
             return False
         known = await self._known(list(asked))
-        for name, questions in asked.items():
+        for number, (name, questions) in enumerate(asked.items()):
+            if number % _ANSWERED_AT_ONCE == 0:
+                await asyncio.sleep(0)
             for question in questions:
                 if question.is_answer(known.get(name)):
                     question.settle(known.get(name))

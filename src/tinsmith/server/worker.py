@@ -21,25 +21,27 @@ from tinsmith.server import audit
 from tinsmith.server.bell import Bell
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.checks import check_sampler
-from tinsmith.server.engine.adapters import Adapter
+from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.generate import SampleDone
 from tinsmith.server.engine.running import SampleWork
 from tinsmith.server.engine.stopping import Decode
 from tinsmith.server.full_disk import DiskFullError, WaitingForRoom, is_full
 from tinsmith.server.memory import give_back_memory
-from tinsmith.server.messages import Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Replay, SampleJob, WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, schedule
+from tinsmith.server.shown import ShownSamples
 from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Outcome, Sampler
 from tinsmith.server.suspects import epitaph, max_attempts, together
+from tinsmith.server.token_news import TokenNews
 from tinsmith.server.trainer import PROTOBUF, Trainer, refused, server_failure
 from tinsmith.server.watchdog import Watchdog
 from tinsmith.server.worker_metrics import WorkerMetrics
-from tinsmith.types import SampleRequest, SamplingParams
+from tinsmith.types import SamplingParams
 from tinsmith.wire import json, proto
 
 T = TypeVar("T")
@@ -58,6 +60,7 @@ class Worker:
     """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`, and what is done again.
 
     `tell_no_room` hears which models wait for room on the disk, and `tell_held_up` that all work waits for it.
+    `tell_drawn` hears tokens as they are drawn, where that was asked for.
 
     `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
     """
@@ -74,6 +77,7 @@ class Worker:
         tell_no_room: Callable[[Mapping[str, str]], None] = lambda reasons: None,
         tell_held_up: Callable[[Exception], None] = lambda error: None,
         metrics: WorkerMetrics | None = None,
+        tell_drawn: Callable[[Sequence[Drawn]], None] = lambda drawn: None,
     ) -> None:
         self._name = f"worker-{uuid4().hex[:12]}"
         self._base_model = settings.base_model
@@ -96,6 +100,8 @@ class Worker:
         self._training: dict[str, Job] = {}
         self._to_sample: dict[str, Job] = {}
         self._sampling: dict[str, Job] = {}
+        self._shown_samples = ShownSamples()
+        self._token_news = TokenNews(engine.generator, tell_drawn)
         self._by_owner: dict[str, float] = {}
         self._by_model: dict[str, float] = {}
         self._spent: dict[str, float] = {}
@@ -256,10 +262,11 @@ class Worker:
             self._complete({job.request_id: server_failure(job, error, self._engine)})
         else:
             self._sampling[job.request_id] = job
+            self._token_news.begin(job.request_id, work)
             self._engine.generator.add(work)
 
     def _work(self, job: Job) -> SampleWork:
-        request = json.decode(SampleRequest, job.payload)
+        request = json.decode(SampleJob, job.payload)
         sampler = self._store.samplers.get(job.sampler_id or "", job.owner)
         if sampler is None:
             raise InvalidInputError(f"There is no sampler {job.sampler_id!r}.", field="sampling_session_id")
@@ -271,7 +278,7 @@ class Worker:
             prompt=request.prompt.to_ints(),
             params=seeded(request.sampling_params, job.request_id),
             num_samples=request.num_samples,
-            adapter=self._weights.get(sampler, self._rebuilt),
+            adapter=self._weights_of(sampler),
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             topk_sample_logprobs=request.topk_sample_logprobs,
@@ -279,7 +286,18 @@ class Worker:
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             prompt_logprobs_last_n=request.prompt_logprobs_last_n,
             decode=self._decode,
+            end_tokens=request.end_tokens,
+            is_streamed=request.is_streamed,
         )
+
+    def _weights_of(self, sampler: Sampler) -> FrozenAdapter | None:
+        if sampler.model_id is None or sampler.model_seq_id is not None:
+            return self._weights.get(sampler, self._rebuilt)
+        model = self._store.models.get(sampler.model_id, sampler.owner)
+        if model is None or model.removed is not None:
+            raise InvalidInputError(f"The model {sampler.model_id} is not kept any more.", field="model")
+        seq_id, adapter = self._trainer.live.newest(model)
+        return self._weights.newest(model.model_id, seq_id, lambda: adapter().frozen_copy())
 
     def _check_source(self, sampler: Sampler) -> None:
         """A sampler stands for the weights it was made from, not for what was saved under their name later."""
@@ -311,6 +329,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - the step failed as a whole, so nobody in it can go on
             self._fail_all_samples(error)
             return
+        self._token_news.look()
         if done:
             self._complete({str(each.key): self._sample_outcome(each) for each in done})
             self._may_claim = True  # there is room for more
@@ -318,7 +337,8 @@ class Worker:
     def _sample_outcome(self, done: SampleDone) -> Outcome:
         job = self._sampling.pop(str(done.key), None)
         if done.response is not None:
-            return Done(result=proto.encode_sample_response(done.response), content_type=PROTOBUF)
+            shown = self._shown_samples.of(job, done.response) if job else None
+            return Done(result=proto.encode_sample_response(done.response), content_type=PROTOBUF, shown=shown)
         assert done.error is not None
         assert job is not None
         if isinstance(done.error, InvalidInputError):
@@ -374,6 +394,7 @@ class Worker:
         for request_id, outcome in outcomes.items():
             self._metrics.finished(kinds.get(request_id, "sample"), outcome)
         self._begun.difference_update(outcomes)
+        self._token_news.end(outcomes)
         self._tell_done(accepted)
         return accepted
 

@@ -25,7 +25,7 @@ from tinsmith.server import logs
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine, choose_threads
 from tinsmith.server.full_disk import is_full
-from tinsmith.server.messages import Figure, Message, Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Figure, Message, Replay, WorkerSettings
 from tinsmith.server.outage import Outage
 from tinsmith.server.soundness import try_engine
 from tinsmith.server.state_locks import hold_as_worker
@@ -78,7 +78,17 @@ def run(settings: WorkerSettings, store: Store) -> None:
     forgiven: Collection[str] = ()
     while not bell.is_closed:
         worker = Worker(
-            settings, store, engine, bell, tell_done, forgiven, _tell_replay, _tell_no_room, tell_held_up, metrics
+            settings,
+            store,
+            engine,
+            bell,
+            tell_done,
+            forgiven,
+            _tell_replay,
+            _tell_no_room,
+            tell_held_up,
+            metrics,
+            _tell_drawn,
         )
         try:
             worker.run()
@@ -97,6 +107,10 @@ def _tell_replay(replay: Replay) -> None:
 
 def _tell_no_room(reasons: Mapping[str, str]) -> None:
     _tell(Message(no_room=dict(reasons)))
+
+
+def _tell_drawn(drawn: Sequence[Drawn]) -> None:
+    _tell(Message(drawn=tuple(drawn)))
 
 
 def _tell_figures(figures: Sequence[Figure]) -> None:

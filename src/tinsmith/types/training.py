@@ -284,6 +284,20 @@ class GetInfoResponse(Response):
     model_name: str | None = None
 
 
+class LogMetricsRequest(Request):
+    """Numbers of the client's own, to be shown with the curves of its model. Not every server takes them."""
+
+    model_id: ModelID
+    metrics: dict[str, float]
+    step: int | None = None
+    """By default the optimizer step that is next."""
+
+    seq_id: int | None = None
+    """Rises from call to call, so that one that is sent twice counts once."""
+
+    type: Literal["log_metrics"] = "log_metrics"
+
+
 class UnloadModelRequest(Request):
     model_id: ModelID
     type: Literal["unload_model"] = "unload_model"
@@ -439,6 +453,12 @@ class CopyWeightsRequest(Request):
 
 
 class CopyWeightsResponse(Response):
+    tinker_path: str
+
+
+class ImportWeightsResponse(Response):
+    """Where an adapter that was made elsewhere is a checkpoint now."""
+
     tinker_path: str
 
 

@@ -17,7 +17,7 @@ from tests.support import codec
 from tests.support.engine import Policy, run_loss, sample
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.messages import Figure, Replay
+from tinsmith.server.messages import Drawn, Figure, Replay, SampleJob
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import (
     CheckpointKey,
@@ -28,7 +28,13 @@ from tinsmith.server.store.records import (
     NewCheckpoint,
     NewSampler,
     Outcome,
+    Sampled,
+    Shown,
+    ShownCompletion,
+    Stepped,
+    TrainedOn,
 )
+from tinsmith.wire import json, proto
 from tinsmith.wire import tinker_pb2 as pb
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
@@ -60,6 +66,7 @@ class StandInWorkers:
         self._held: set[str] = set()
         self._policies: dict[str, Policy] = {}
         self._notices: list[Callable[[Sequence[str]], None]] = []
+        self._drawn_notices: list[Callable[[Sequence[Drawn]], None]] = []
 
     # What the API sees
 
@@ -85,6 +92,9 @@ class StandInWorkers:
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)
 
+    def on_drawn(self, notice: Callable[[Sequence[Drawn]], None]) -> None:
+        self._drawn_notices.append(notice)
+
     async def start(self) -> None:
         self.loop = asyncio.get_running_loop()
         self._work = asyncio.Event()
@@ -103,6 +113,11 @@ class StandInWorkers:
     def release(self) -> None:
         self._held.clear()
         self.loop.call_soon_threadsafe(self._work.set)
+
+    def draw(self, *drawn: Drawn) -> None:
+        """Tell tokens of a sample that is held, as they would be drawn."""
+        for notice in self._drawn_notices:
+            self.loop.call_soon_threadsafe(notice, drawn)
 
     # The loop
 
@@ -145,8 +160,27 @@ class StandInWorkers:
         except InvalidInputError as error:
             return Failed(error=error.message, category="user")
         if isinstance(result, bytes):
-            return Done(result=result, content_type=PROTOBUF)
-        return Done(result=msgspec.json.encode(result), content_type=JSON)
+            return Done(result=result, content_type=PROTOBUF, shown=self._shown(job, result))
+        return Done(result=msgspec.json.encode(result), content_type=JSON, shown=self._shown(job, result))
+
+    def _shown(self, job: Job, result: Any) -> Shown | None:
+        match job.kind:
+            case "forward_backward":
+                return TrainedOn(loss=2.0 * job.size, weight=job.size, tokens=job.size)
+            case "optim_step":
+                return Stepped(metrics=result["metrics"])
+            case "sample":
+                response = proto.decode_sample_response(result)
+                return Sampled(
+                    owner=job.owner,
+                    base_model=job.base_model,
+                    prompt=json.decode(SampleJob, job.payload).prompt.to_ints(),
+                    completions=[
+                        ShownCompletion(tokens=[*one.tokens], stop_reason=one.stop_reason) for one in response.sequences
+                    ],
+                )
+            case _:
+                return None
 
     # The jobs
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.server.api.running import Answer, RunningServer
-from tinsmith.types import Datum, ModelInput, TensorData
+from tinsmith.types import Datum, ImageChunk, ModelInput, TensorData
 from tinsmith.wire import proto
 from tinsmith.wire import tinker_pb2 as pb
 
@@ -35,6 +35,12 @@ WIDE = TensorData([5], "int64", [3, 10**9], [0, 1, 1, 1], [7])
 
 BAD_TRAINING: dict[str, tuple[list[Datum], str, dict[str, Any] | None, str]] = {
     "no data": ([], "cross_entropy", None, "data is empty"),
+    "an image": (
+        [Datum(ModelInput(chunks=[ImageChunk(data=b"x", format="png", expected_tokens=1)]), {"target_tokens": [2]})],
+        "cross_entropy",
+        None,
+        "data[0]: model_input holds image, but tiny/model-1 takes text only. Send chunks of the type encoded_text",
+    ),
     "no tokens": ([datum([])], "cross_entropy", None, "data[0]: model_input is empty"),
     "a token outside the vocabulary": ([datum([1, 2, 1000])], "cross_entropy", None, "holds 1000"),
     "a target outside the vocabulary": (

@@ -30,6 +30,7 @@ def things(shared: RunningServer) -> dict[str, str]:
     saved = shared.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "state"}, key=ANNA)
     exported = shared.post("save_weights_external", {"model_id": model_id, "seq_id": 2, "path": "out"}, key=ANNA)
     shared.result(exported, key=ANNA)
+    shared.post("log_metrics", {"model_id": model_id, "metrics": {"secret": 1}}, key=ANNA)
     loss = shared.result(shared.post("create_custom_loss", custom_loss(session_id, 0), key=ANNA), key=ANNA)
     return {
         "session": session_id,
@@ -38,6 +39,7 @@ def things(shared: RunningServer) -> dict[str, str]:
         "request": saved.json()["request_id"],
         "path": shared.result(saved, key=ANNA)["path"],
         "loss": loss["loss_id"],
+        "key": str(shared.get("auth/apikey/me", key=ANNA).json()["key_id"]),
     }
 
 
@@ -121,7 +123,31 @@ NAMES: dict[str, tuple[Ask, ...]] = {
     f"PUT {CHECKPOINT}/ttl": (Ask({"ttl_seconds": 3600}), Ask({"ttl_seconds": None})),
     f"GET {CHECKPOINT}/external_weights_urls": (Ask(),),
     f"GET {CHECKPOINT}/archive": (Ask(),),
+    f"GET {CHECKPOINT}/export": (Ask(query="?to=peft"), Ask(query="?to=merged"), Ask(query="?to=nonsense")),
     "GET /api/v1/files/{run_id}/{kind}/{name}/{file:path}": (Ask(status=403),),
+    **{
+        f"{method} {prefix}/{path}": asks
+        for prefix in ("/v1", "/oai/api/v1")
+        for method, path, asks in (
+            ("GET", "models/{model:path}", (Ask(),)),
+            (
+                "POST",
+                "completions",
+                (Ask({"model": "{path}", "prompt": [1]}), Ask({"model": "{model}", "prompt": [1]})),
+            ),
+            (
+                "POST",
+                "chat/completions",
+                (Ask({"model": "{path}", "messages": []}), Ask({"model": "{model}", "messages": []})),
+            ),
+        )
+    },
+    "POST /api/v1/log_metrics": (Ask({"model_id": "{model}", "metrics": {"reward": 1}}),),
+    "GET /dashboard/api/runs/{run_id}": (Ask(),),
+    "GET /dashboard/api/runs/{run_id}/series": (Ask(),),
+    "GET /dashboard/api/runs/{run_id}/points": (Ask(query="?name=loss"), Ask(), Ask(query="?name=loss&after=x")),
+    "GET /dashboard/api/samples": (Ask(query="?run_id={model}"), Ask(query="?run_id={model}&limit=5")),
+    "DELETE /dashboard/api/keys/{key_id}": (Ask(),),
 }
 """Every endpoint that is told what it is about."""
 
@@ -139,12 +165,21 @@ NAMELESS = {
     "GET /api/v1/sessions",
     "GET /api/v1/training_runs",
     "GET /api/v1/checkpoints",
+    "POST /api/v1/import_weights",
     "GET /api/v1/audit",
     "GET /api/v1/billing/usage/events",
     "GET /api/v1/billing/usage/checkpoints/current",
+    "GET /dashboard/api/overview",
+    "GET /dashboard/api/runs",
+    "GET /dashboard/api/keys",
+    "POST /dashboard/api/keys",
+    "GET /v1/models",
+    "GET /oai/api/v1/models",
     "GET /metrics",
     "GET /openapi.json",
     "GET /docs",
+    "GET /",
+    "GET /web/{name}",
 }
 """Every endpoint that is not: about the caller, or the server."""
 
@@ -166,7 +201,7 @@ def test_every_endpoint_is_in_one_of_the_tables(shared: RunningServer) -> None:
 def test_anothers_things_look_like_things_that_never_were(
     shared: RunningServer, things: dict[str, str], endpoint: str
 ) -> None:
-    nothing = {kind: name.replace(things["session"], NOBODY) for kind, name in things.items()}
+    nothing = {kind: name.replace(things["session"], NOBODY) for kind, name in things.items()} | {"key": "9"}
     for ask in NAMES[endpoint]:
         anothers, missing = (
             everything_said(shared, endpoint, ask, {**names, "mine": own_session(shared)})
@@ -189,8 +224,9 @@ def everything_said(shared: RunningServer, endpoint: str, ask: Ask, names: dict[
     for name, value in placed(endpoint).items():
         path = path.replace(name, value)
     path = path.replace("{session_id}", names["session"]).replace("{run_id}", names["model"])
-    path = path.replace("{sampler_id}", names["sampler"])
-    answer = shared.call(method, path + ask.query, filled(ask.body, names), key=BORIS)
+    path = path.replace("{sampler_id}", names["sampler"]).replace("{key_id}", names["key"])
+    path = path.replace("{model:path}", names["path"])
+    answer = shared.call(method, path + filled(ask.query, names), filled(ask.body, names), key=BORIS)
     assert answer.status == ask.status, answer
     said = [told(answer, names)]
     if b"request_id" in answer.body:
@@ -208,6 +244,7 @@ def placed(endpoint: str) -> dict[str, str]:
 
 def told(answer: Answer, names: dict[str, str]) -> tuple[int, dict[str, str], str]:
     body = answer.body.decode().replace(names["mine"], "mine").replace(names["session"], "theirs")
+    body = body.replace(f"'{names['key']}'", "their key")
     return (
         answer.status,
         {name.lower(): value for name, value in answer.headers.items() if name.lower() != "date"},
@@ -234,6 +271,8 @@ def test_after_all_that_nothing_of_hers_has_changed(shared: RunningServer, thing
         ("external_weights/out", False, None),
         ("weights/state", False, None),
     ]
+    curve = shared.call("GET", f"/dashboard/api/runs/{things['model']}/points?name=client/secret", key=ANNA).json()
+    assert [value for _, _, value in curve["points"]] == [1.0]
     step = shared.post("optim_step", {"model_id": things["model"], "seq_id": 3, "adam_params": {}}, key=ANNA)
     assert shared.result(step, key=ANNA)["metrics"]["step"] >= 1
     assert {job.owner for job in shared.workers.executed if job.model_id == things["model"]} == {
@@ -251,6 +290,10 @@ def test_lists_hold_ones_own_only(shared: RunningServer, things: dict[str, str])
     assert shared.post("sessions/search", {"owner": {"type": "accessible"}}, key=carl).json() == {"sessions": []}
     assert {entry["event"] for entry in shared.get("audit", key=carl).json()["entries"]} <= {"key_create"}
     assert shared.get("billing/usage/checkpoints/current", key=carl).json() == {"data": []}
+    assert shared.call("GET", "/dashboard/api/runs", key=carl).json() == {"total": 0, "runs": []}
+    assert shared.call("GET", "/dashboard/api/samples", key=carl).json() == {"samples": []}
+    assert shared.call("GET", "/dashboard/api/overview", key=carl).json()["queue"] == []
+    assert [one["name"] for one in shared.call("GET", "/dashboard/api/keys", key=carl).json()["keys"]] == ["new"]
     assert things["session"] in shared.get("sessions", key=ANNA).json()["sessions"]
 
 
@@ -258,7 +301,8 @@ def test_what_everybody_may_read_names_nobody(shared: RunningServer, things: dic
     pages = b"".join(
         shared.call("GET", path, key=None).body for path in ("/metrics", "/openapi.json", "/docs", "/readyz")
     )
-    for word in (*things.values(), ANNA, "Anna", "key-"):
+    named = {**things, "key": ANNA}
+    for word in (*named.values(), "Anna", "key-"):
         assert word.encode() not in pages
 
 

@@ -95,7 +95,13 @@ def test_who_cannot_work_is_not_ready(server: RunningServer, monkeypatch: pytest
 def test_the_context_can_be_limited(tmp_path: Path) -> None:
     with RunningServer(tmp_path, max_context=100) as running:
         shown = running.get("get_server_capabilities").json()["supported_models"][0]
-    assert shown == {"model_name": "tiny/model-1", "max_context_length": 100, "trainable": True, "sampleable": True}
+    assert shown == {
+        "model_name": "tiny/model-1",
+        "max_context_length": 100,
+        "trainable": True,
+        "sampleable": True,
+        "input_modalities": ["text"],
+    }
 
 
 def test_metrics_count_requests_and_jobs(server: RunningServer) -> None:

@@ -12,7 +12,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tinsmith.server.engine.adapters import ALPHA, Adapter, AdapterSpec
+from tinsmith.server.engine.adapter_facts import ALPHA
+from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.model import Transformer
 

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from tinsmith.errors import InvalidInputError
+from tinsmith.server.engine.adapter_facts import ALPHA
 from tinsmith.server.engine.lora import Site
 from tinsmith.server.engine.model import ModelShape
 
-ALPHA = 32
 MAX_RANK = 256
 
 # Views begin at multiples of this many elements: vector units and tensor cores want aligned matrices.

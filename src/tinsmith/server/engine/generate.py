@@ -111,6 +111,11 @@ class Generator:
         if (request := self._requests.pop(key, None)) is not None:
             self._drop(request)
 
+    def samples(self, key: Key) -> Sequence[Sample]:
+        """Those of an unfinished request, as far as they are; none before their first tokens."""
+        request = self._requests.get(key)
+        return () if request is None else request.samples
+
     def has_work(self) -> bool:
         return bool(self._requests or self._done or self._decoder.is_behind)
 
@@ -148,7 +153,7 @@ class Generator:
             temperature=params.temperature,
             seed=seed,
         )
-        stopper = Stopper.of(params, self.end_of_text, work.decode)
+        stopper = Stopper.of(params, self.end_of_text, work.decode, work.end_tokens)
         keys = prefix_keys(self._owner(work.adapter), prompt, self.blocks.block_size)
         request = Request(work, prompt, max_tokens, stopper, seed, scores, keys, next(self._arrivals))
         self._refuse_too_large(request)

@@ -9,7 +9,7 @@ Decoder       runs decode steps
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeAlias
@@ -47,6 +47,10 @@ class SampleWork:
     prompt_logprobs_last_n: int | None = None
     decode: Decode | None = None
     """Turns tokens into text; needed for stop texts."""
+    end_tokens: Collection[int] = ()
+    """Tokens that end a sample besides those that `params` say."""
+    is_streamed: bool = False
+    """Whether its tokens are wanted as they are drawn: see `Generator.samples`."""
 
 
 @dataclass(eq=False)

@@ -26,9 +26,16 @@ class Stopper:
     decode: Decode | None = None
 
     @classmethod
-    def of(cls, params: SamplingParams, end_of_text: Collection[int], decode: Decode | None) -> Stopper:
+    def of(
+        cls,
+        params: SamplingParams,
+        end_of_text: Collection[int],
+        decode: Decode | None,
+        end_tokens: Collection[int] = (),
+    ) -> Stopper:
+        """`end_tokens` end a sample whatever its stops are."""
         if params.stop is None:
-            return cls(frozenset(end_of_text))
+            return cls(frozenset([*end_of_text, *end_tokens]))
         stops: Sequence[str | int] = [params.stop] if isinstance(params.stop, str) else params.stop
         texts = tuple(stop for stop in stops if isinstance(stop, str))
         if "" in texts:
@@ -43,7 +50,8 @@ class Stopper:
                 field="sampling_params.stop",
                 value=params.stop,
             )
-        return cls(frozenset(stop for stop in stops if not isinstance(stop, str)), texts, decode)
+        tokens = (stop for stop in stops if not isinstance(stop, str))
+        return cls(frozenset([*tokens, *end_tokens]), texts, decode)
 
     def stops(self, sampled: list[int]) -> bool:
         """Whether the last of these tokens ends the sample; the earlier ones did not."""

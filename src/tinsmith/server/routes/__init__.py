@@ -5,7 +5,11 @@ from __future__ import annotations
 from tinsmith.server.routes import (
     admin,
     checkpoints,
+    curves,
+    dashboard,
+    exports,
     futures,
+    imports,
     models,
     runs,
     sampling,
@@ -26,5 +30,9 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *futures.ENDPOINTS,
     *runs.ENDPOINTS,
     *checkpoints.ENDPOINTS,
+    *exports.ENDPOINTS,
+    *imports.ENDPOINTS,
     *admin.ENDPOINTS,
+    *curves.ENDPOINTS,
+    *dashboard.ENDPOINTS,
 )

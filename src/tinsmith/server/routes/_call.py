@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,16 +19,22 @@ from tinsmith.server.auth import Authority, Caller, Door
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelFacts
-from tinsmith.server.quotas import Backlog, Incoming, OpenRequests, Paperwork
+from tinsmith.server.quotas import Backlog, Conversions, Incoming, OpenRequests, Paperwork
+from tinsmith.server.rates import Rates
 from tinsmith.server.reasons import limit_of
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Enqueued, Heartbeat, Sampler, SessionState, Submission
 from tinsmith.server.store.records import Model as TrainedModel
+from tinsmith.server.streams import Streams
+from tinsmith.server.texts import Texts
 from tinsmith.server.waiting import Waiting, Workers
 from tinsmith.types._model import Model
 from tinsmith.wire import json
+
+if TYPE_CHECKING:
+    from tinsmith.server.openai.places import Places
 
 M = TypeVar("M", bound=Model)
 P = ParamSpec("P")
@@ -102,9 +108,12 @@ class Services:
     intake: Intake[Submission, Enqueued]
     heartbeats: Intake[Heartbeat, SessionState | None]
     open_requests: OpenRequests
+    conversions: Conversions
     incoming: Incoming
     backlog: Backlog
     paperwork: Paperwork
+    logged_metrics: Paperwork
+    """Apart, so that whoever logs a lot can still open sessions; what is logged is thinned every minute."""
     making_models: defaultdict[str, asyncio.Lock]
     """By owner."""
     refusals: Counter[str]
@@ -115,6 +124,10 @@ class Services:
     models_in_use: Recent[tuple[str, str], TrainedModel]
     """By owner and id: every operation of a training loop asks for the same one."""
     samplers_in_use: Recent[tuple[str, str], Sampler]
+    texts: Texts
+    streams: Streams
+    places: Places
+    rates: Rates
 
     def count_refusal(self, error: Exception) -> None:
         """If a limit was the reason."""
@@ -124,7 +137,7 @@ class Services:
 
 async def identified(request: Request, services: Services) -> Caller:
     """Who is asking, by the credential that was sent along."""
-    credential = request.headers.get("x-api-key")
+    credential = request.headers.get("x-api-key") or _bearer(request)
     if not credential:
         raise status_error(401, "The header X-API-Key is missing. Set TINKER_API_KEY.")
     caller = await services.door.caller(credential)
@@ -133,6 +146,12 @@ async def identified(request: Request, services: Services) -> Caller:
             401, "This API key is unknown or was revoked. `tinsmith keys create`, run where the server is, makes one."
         )
     return caller
+
+
+def _bearer(request: Request) -> str | None:
+    """The key as clients of OpenAI's API send it."""
+    scheme, _, credential = request.headers.get("authorization", "").partition(" ")
+    return credential.strip() if scheme.lower() == "bearer" else None
 
 
 class HeldMemory:
@@ -233,6 +252,10 @@ class Call:
         return begun
 
 
+def plain_refusal(status: int, detail: str, error: Exception | None = None) -> Response:
+    return reply_plain({"detail": shortened(detail)}, status)
+
+
 class Endpoint(NamedTuple):
     """One line of the API: where it is, what answers it, and what goes in and out."""
 
@@ -245,6 +268,12 @@ class Endpoint(NamedTuple):
     gives_protobuf: bool = False
     is_open: bool = False
     """Whether it answers without a key."""
+
+    also_at: str = ""
+    """Another path under which it is found."""
+
+    refusal: Callable[[int, str, Exception | None], Response] = plain_refusal
+    """How its refusals are written: from the status, what is to be said, and the error, if there was one."""
 
     when_away: Callable[[], Awaitable[Response]] | None = None
     """What answers while the database is out of reach and no caller can be told from another; else that is a 503."""

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from tinsmith.server.exporting import BrokenExportError
 from tinsmith.server.routes._call import ASK_AGAIN_SECONDS, paced
 from tinsmith.server.store import StoreUnavailableError
 
@@ -49,6 +50,8 @@ class Download(Response):
                 self._tell("it was not read, or too slowly")
             except _RevokedError:
                 self._tell("its key was revoked")
+            except BrokenExportError as error:
+                self._tell(str(error))
 
     async def _look_again(self) -> None:
         if time.monotonic() - self._looked_at < ASK_AGAIN_SECONDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinsmith.server import logs
 from tinsmith.server.routes._call import Call, status_error
+from tinsmith.server.store import ids
 from tinsmith.server.store.records import (
     AccessScope,
     Checkpoint,
@@ -12,6 +13,8 @@ from tinsmith.server.store.records import (
     Sampler,
     Session,
 )
+
+CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 async def session_named(call: Call, session_id: str, scope: AccessScope = "owned") -> Session:
@@ -50,6 +53,11 @@ async def sampler_named(call: Call, sampler_id: str) -> Sampler:
         raise status_error(404, f"There is no sampling session {sampler_id!r}.")
     in_use.put(key, sampler)
     return sampler
+
+
+def key_in_path(call: Call) -> CheckpointKey:
+    """Which checkpoint the address of an endpoint under `CHECKPOINT` names."""
+    return CheckpointKey.of(ids.tinker_path(call.part("run_id"), call.part("kind"), call.part("name")))
 
 
 async def find_checkpoint(call: Call, key: CheckpointKey, access_token: str | None = None) -> Checkpoint | None:

@@ -22,7 +22,7 @@ class Asked(NamedTuple):
 
 
 def page_of(call: Call, *, limit: int) -> Asked:
-    return Asked(_number(call, "limit", limit, 1, MAX_LIMIT), _number(call, "offset", 0, 0, 2**62))
+    return Asked(number_in(call, "limit", limit, 1, MAX_LIMIT), number_in(call, "offset", 0, 0, 2**62))
 
 
 def scope_of(call: Call) -> AccessScope:
@@ -32,7 +32,7 @@ def scope_of(call: Call) -> AccessScope:
     return "owned" if scope == "owned" else "accessible"
 
 
-def _number(call: Call, name: str, default: int, lowest: int, highest: int) -> int:
+def number_in(call: Call, name: str, default: int, lowest: int, highest: int) -> int:
     text = call.request.query_params.get(name, str(default))
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS else -1
     if not lowest <= number <= highest:

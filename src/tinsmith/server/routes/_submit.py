@@ -74,6 +74,15 @@ async def settle(call: Call, job: NewJob, outcome: Done | Failed) -> Enqueued:
     return enqueued
 
 
+async def give_up(call: Call, request_id: str, base_model: str | None) -> None:
+    """Nobody wants this request any more. One that runs already is stopped as soon as its worker sees it."""
+    became = await call.stored(call.store.jobs.cancel, request_id, call.owner)
+    if became == "cancelled":
+        call.services.waiting.notice([request_id])
+    elif became == "asked" and base_model is not None:
+        call.services.workers.wake(base_model)
+
+
 def acknowledged(enqueued: Enqueued, sample_sequence_ids: Sequence[str] | None = None) -> Response:
     logs.about(request_id=enqueued.request_id)
     ids = None if sample_sequence_ids is None else list(sample_sequence_ids)

@@ -13,19 +13,17 @@ from tinsmith.server import audit
 from tinsmith.server.checks import check_ttl, refuse
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply, reply_plain, status_error
 from tinsmith.server.routes._download import Download
-from tinsmith.server.routes._found import checkpoint_at
+from tinsmith.server.routes._found import CHECKPOINT, checkpoint_at, key_in_path
 from tinsmith.server.routes._paging import page_of
 from tinsmith.server.routes._shown import shown_checkpoint
 from tinsmith.server.routes._signed import expiry_of_urls, owner_of_key, reader_of, signed_url
 from tinsmith.server.routes.weights import expiry
-from tinsmith.server.store import ids
 from tinsmith.server.store.records import CheckpointKey
 from tinsmith.types import CheckpointsListResponse, ExternalWeightsUrlsResponse, SetCheckpointTTLRequest
 
 _ARCHIVE = "archive.tar"
 _PLACES = r"(\d{1,18})-(\d{0,18})|-[1-9]\d{0,17}"
 _RANGE = re.compile(rf"bytes=(?:{_PLACES})(?:, *(?:{_PLACES}))*")
-_CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
 async def list_checkpoints(call: Call) -> Response:
@@ -37,7 +35,7 @@ async def list_checkpoints(call: Call) -> Response:
 
 async def delete_checkpoint(call: Call) -> Response:
     """Delete a checkpoint and its files. Samplers made from it keep working as long as they are loaded."""
-    key = _key(call)
+    key = key_in_path(call)
     forget = partial(call.store.checkpoints.delete, key, call.owner, audit.done(call, "checkpoint_delete", key))
     if not await call.stored(call.services.folders.delete, key.tinker_path, forget):
         raise _missing(key)
@@ -56,7 +54,7 @@ async def unpublish(call: Call) -> Response:
 
 async def _set_public(call: Call, public: bool) -> Response:
     """Asking for what is so already is no error: clients would repeat the request for minutes."""
-    key = _key(call)
+    key = key_in_path(call)
     call.services.paperwork.charge(call.owner, 0)
     event = audit.done(call, "checkpoint_publish" if public else "checkpoint_unpublish", key)
     if not await call.stored(call.store.checkpoints.set_public, key, call.owner, public, event):
@@ -67,7 +65,7 @@ async def _set_public(call: Call, public: bool) -> Response:
 async def set_ttl(call: Call) -> Response:
     """Keep a checkpoint for so many seconds from now, or for ever."""
     request = await call.read(SetCheckpointTTLRequest)
-    key = _key(call)
+    key = key_in_path(call)
     expires = expiry(check_ttl(request.ttl_seconds))
     call.services.paperwork.charge(call.owner, 0)
     event = audit.done(call, "checkpoint_set_ttl", key, ttl_seconds=request.ttl_seconds)
@@ -81,7 +79,7 @@ async def set_ttl(call: Call) -> Response:
 
 async def external_weights_urls(call: Call) -> Response:
     """A signed URL for every file of an export."""
-    key = _key(call)
+    key = key_in_path(call)
     await checkpoint_at(call, key.tinker_path)
     if key.kind != "external_weights":
         raise refuse("checkpoint", f"{key.tinker_path} is not an export; make one with save_weights_external")
@@ -95,7 +93,7 @@ async def external_weights_urls(call: Call) -> Response:
 
 async def archive_url(call: Call) -> Response:
     """A signed URL for all files of a checkpoint in one tar file. Only old clients ask for this."""
-    key = _key(call)
+    key = key_in_path(call)
     await checkpoint_at(call, key.tinker_path)
     expires = expiry_of_urls(call)
     call.services.paperwork.charge(call.owner, 0)
@@ -105,7 +103,7 @@ async def archive_url(call: Call) -> Response:
 
 async def download(call: Call) -> Response:
     """A file by its signed URL, as a whole or in ranges."""
-    key, file = _key(call), call.part("file")
+    key, file = key_in_path(call), call.part("file")
     reader = await reader_of(call, _file_path(key, file))
     if await call.stored(call.store.checkpoints.get, key, reader) is None:
         raise _missing(key)
@@ -152,21 +150,17 @@ def _file_path(key: CheckpointKey, file: str) -> str:
     return f"api/v1/files/{key.run_id}/{key.kind}/{key.name}/{file}"
 
 
-def _key(call: Call) -> CheckpointKey:
-    return CheckpointKey.of(ids.tinker_path(call.part("run_id"), call.part("kind"), call.part("name")))
-
-
 def _missing(key: CheckpointKey) -> APIStatusError:
     return status_error(404, f"There is no checkpoint {key.tinker_path}.")
 
 
 ENDPOINTS = (
     Endpoint("GET", "/api/v1/checkpoints", list_checkpoints, gives=CheckpointsListResponse),
-    Endpoint("DELETE", _CHECKPOINT, delete_checkpoint),
-    Endpoint("POST", f"{_CHECKPOINT}/publish", publish),
-    Endpoint("DELETE", f"{_CHECKPOINT}/publish", unpublish),
-    Endpoint("PUT", f"{_CHECKPOINT}/ttl", set_ttl, SetCheckpointTTLRequest),
-    Endpoint("GET", f"{_CHECKPOINT}/external_weights_urls", external_weights_urls, gives=ExternalWeightsUrlsResponse),
-    Endpoint("GET", f"{_CHECKPOINT}/archive", archive_url),
+    Endpoint("DELETE", CHECKPOINT, delete_checkpoint),
+    Endpoint("POST", f"{CHECKPOINT}/publish", publish),
+    Endpoint("DELETE", f"{CHECKPOINT}/publish", unpublish),
+    Endpoint("PUT", f"{CHECKPOINT}/ttl", set_ttl, SetCheckpointTTLRequest),
+    Endpoint("GET", f"{CHECKPOINT}/external_weights_urls", external_weights_urls, gives=ExternalWeightsUrlsResponse),
+    Endpoint("GET", f"{CHECKPOINT}/archive", archive_url),
     Endpoint("GET", "/api/v1/files/{run_id}/{kind}/{name}/{file:path}", download, is_open=True),
 )

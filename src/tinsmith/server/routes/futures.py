@@ -13,6 +13,7 @@ from tinsmith.server import logs
 from tinsmith.server.messages import Replay
 from tinsmith.server.routes._call import JSON, PROTOBUF, Call, Endpoint, reply, reply_plain, status_error
 from tinsmith.server.routes._found import sampler_named
+from tinsmith.server.routes._submit import give_up
 from tinsmith.server.store.records import Completion, Completions, Done, Expired, Failed, Status
 from tinsmith.types import (
     CancelFutureRequest,
@@ -204,11 +205,7 @@ async def cancel_future(call: Call) -> Response:
         raise status_error(404, f"There is no request {request.request_id!r}.")
     if status.state == "queued":  # else submitting and cancelling by turns would fill the database
         call.services.paperwork.charge(call.owner, 0)
-    became = await call.stored(call.store.jobs.cancel, request.request_id, call.owner)
-    if became == "cancelled":
-        call.services.waiting.notice([request.request_id])
-    elif became == "asked" and status.base_model is not None:
-        call.services.workers.wake(status.base_model)
+    await give_up(call, request.request_id, status.base_model)
     return reply_plain({})
 
 

@@ -19,6 +19,9 @@ from tinsmith.types import (
     TelemetryResponse,
 )
 
+_INPUT_MODALITIES = ["text"]
+"""Of every model that the engine knows."""
+
 
 async def client_config(call: Call) -> Response:
     """What this server asks of its clients; read once, at their start."""
@@ -64,21 +67,22 @@ async def revoke_apikey_me(call: Call) -> Response:
 
 
 async def capabilities(call: Call) -> Response:
-    """The base models, and whether they can be trained and sampled."""
+    """The base models, whether they can be trained and sampled, and what they take."""
     workers = call.services.workers
-    return reply(
-        GetServerCapabilitiesResponse(
-            supported_models=[
-                SupportedModel(
-                    model_name=name,
-                    max_context_length=facts.max_context,
-                    trainable=workers.problem(name) is None,
-                    sampleable=workers.problem(name) is None,
-                )
-                for name, facts in call.services.models.items()
-            ]
-        )
+    answer = GetServerCapabilitiesResponse(
+        supported_models=[
+            SupportedModel(
+                model_name=name,
+                max_context_length=facts.max_context,
+                trainable=workers.problem(name) is None,
+                sampleable=workers.problem(name) is None,
+            )
+            for name, facts in call.services.models.items()
+        ]
     )
+    # A field of our own, which clients keep although the API does not know it.
+    models = [{**model.to_builtins(), "input_modalities": _INPUT_MODALITIES} for model in answer.supported_models]
+    return reply_plain({**answer.to_builtins(), "supported_models": models})
 
 
 async def telemetry(call: Call) -> Response:

@@ -60,7 +60,7 @@ async def _check_save(call: Call, request: SaveWeightsRequest, model: Model) -> 
     check_name(request.path)
     check_ttl(request.ttl_seconds)
     text_metadata(request.user_metadata)
-    await _check_disk(call)
+    await check_disk(call)
     return request
 
 
@@ -76,7 +76,7 @@ async def _check_sampler_save(
     number = request.sampling_session_seq_id
     if request.path is not None:
         check_name(request.path)
-        await _check_disk(call)
+        await check_disk(call)
     elif number is None or number < 0:
         raise refuse("path", "is missing: give a name, or a sampling_session_seq_id from 0 on")
     check_ttl(request.ttl_seconds)
@@ -95,11 +95,11 @@ async def _check_export(call: Call, request: SaveWeightsExternalRequest, model: 
     check_ttl(request.ttl_seconds)
     if request.age_encryption_recipients:
         check_recipients(request.age_encryption_recipients)
-    await _check_disk(call)
+    await check_disk(call)
     return request
 
 
-async def _check_disk(call: Call) -> None:
+async def check_disk(call: Call) -> None:
     """So that nobody waits in vain. How much a save needs is known when it is written, and checked then."""
     most = call.services.config.max_checkpoint_bytes
     if most is not None and (used := await call.stored(call.store.checkpoints.kept_bytes, call.owner)) >= most:
@@ -206,7 +206,7 @@ async def copy_weights(call: Call) -> Response:
     run = await _copy_run(call, request, source)
     key = CheckpointKey(run_id=run.model_id, kind=source.key.kind, name=source.key.name)
     if await find_checkpoint(call, key) is None:
-        await _check_disk(call)
+        await check_disk(call)
         call.services.paperwork.charge(call.owner, 0)
         await call.stored(_copy, call, source, run, key, ttl_seconds)
     return reply(CopyWeightsResponse(tinker_path=key.tinker_path))

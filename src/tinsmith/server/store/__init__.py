@@ -13,12 +13,14 @@ from sqlalchemy.exc import OperationalError as StoreUnavailableError
 
 from tinsmith.server.store.audit import Audit
 from tinsmith.server.store.checkpoints import Checkpoints
+from tinsmith.server.store.curves import Curves
 from tinsmith.server.store.database import Database, utc_now
 from tinsmith.server.store.forgetting import forget_sessions
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.jobs import Jobs
 from tinsmith.server.store.keys import LOCAL_OWNER, Keys
 from tinsmith.server.store.models import Models
+from tinsmith.server.store.recent_samples import RecentSamples
 from tinsmith.server.store.results import Results
 from tinsmith.server.store.samplers import Losses, Samplers
 from tinsmith.server.store.sessions import Sessions
@@ -42,6 +44,8 @@ class Store:
         self.jobs = Jobs(self._database)
         self.results = Results(self._database)
         self.checkpoints = Checkpoints(self._database)
+        self.curves = Curves(self._database)
+        self.recent_samples = RecentSamples(self._database)
         self.keys = Keys(self._database)
         self.audit = Audit(self._database)
 

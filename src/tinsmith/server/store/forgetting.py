@@ -10,6 +10,7 @@ from functools import partial
 
 import sqlalchemy as sa
 
+from tinsmith.server.store.curves import forget_curves
 from tinsmith.server.store.database import Database
 from tinsmith.server.store.records import SESSION_STREAMS
 from tinsmith.server.store.schema import checkpoints, jobs, losses, models, samplers, sessions, streams
@@ -29,6 +30,8 @@ def forget_sessions(database: Database, idle_since: datetime) -> int:
     while found := database.all(over, lambda row: str(row.session_id)):
         # Also of what never came to be: a model that was refused has a stream, and no other row.
         numbered = database.all(sa.select(streams.c.stream).where(_SESSION_ID.in_(found)), lambda row: str(row.stream))
+        made = sa.select(models.c.model_id).where(models.c.session_id.in_(found))
+        forget_curves(database, database.all(made, lambda row: str(row.model_id)))
         database.write(partial(_forget, session_ids=found, numbered=numbered), durable=False)
         forgotten += len(found)
     return forgotten

@@ -24,3 +24,8 @@ def request_id(stream: str, seq_id: int) -> str:
 def tinker_path(run_id: str, kind: str, name: str) -> str:
     """`kind` as in the path: `weights`, `sampler_weights` or `external_weights`."""
     return f"tinker://{run_id}/{kind}/{name}"
+
+
+def stream_of(request_id: str) -> str:
+    """The model, sampling session or list of a session that numbered the request."""
+    return request_id.rpartition(":")[0]

@@ -15,9 +15,11 @@ import sqlalchemy as sa
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store.audit import note
 from tinsmith.server.store.database import Database, Row
+from tinsmith.server.store.ids import stream_of
 from tinsmith.server.store.models import insert_model
 from tinsmith.server.store.outcomes import outcome_values, result_values
 from tinsmith.server.store.queue import Queue
+from tinsmith.server.store.recent_samples import add_samples
 from tinsmith.server.store.records import (
     Abandoned,
     Cancelled,
@@ -124,7 +126,7 @@ _UNFINISHED = _CANDIDATES.where(jobs.c.finished.is_(None))
 _SETTLE = (
     sa.update(jobs)
     .where(jobs.c.request_id == sa.bindparam("id"))
-    .values({name: sa.bindparam(name) for name in ("state", "error", "category", "finished", "done_serial")})
+    .values({name: sa.bindparam(name) for name in ("state", "error", "category", "finished", "done_serial", "shown")})
 )
 _KEEP_RESULTS = sa.insert(results)
 _DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.request_id.in_(sa.bindparam("ids", expanding=True)))
@@ -291,6 +293,7 @@ class Jobs:
             accepted = self._settle(connection, outcomes, _RUNNING_HERE, worker=worker)
             for request_id in events.keys() & accepted:
                 note(connection, events[request_id], self._database.now())
+            add_samples(connection, {request_id: outcomes[request_id] for request_id in accepted}, self._database.now())
             return accepted
 
         return self._database.write(write, durable=False)
@@ -418,7 +421,7 @@ class Jobs:
         if not outcomes:
             return []
         count = len(outcomes)
-        names = sorted({request_id.rpartition(":")[0] for request_id in outcomes})
+        names = sorted({stream_of(request_id) for request_id in outcomes})
         reserved = connection.execute(_RESERVE_SERIALS, {"names": names, "count": count})
         serials = {row.stream: itertools.count(row.done_serial - count + 1) for row in reserved}
         rows = connection.execute(candidates, {"ids": list(outcomes), **where}).all()
@@ -501,8 +504,15 @@ class Jobs:
         query = sa.select(streams.c.frontier).where(streams.c.stream == stream)
         return self._database.read(lambda connection: connection.scalar(query) or 0)
 
-    def depths(self) -> list[QueueDepth]:
-        """What waits and what runs, by base model and kind."""
+    def first_unfinished(self, stream: str) -> int:
+        """The operation of a model that is done next, or else the lowest number that has not arrived."""
+        query = sa.select(sa.func.min(jobs.c.seq_id)).where(jobs.c.stream == stream, jobs.c.finished.is_(None))
+        unfinished = self._database.read(lambda connection: connection.scalar(query))
+        missing = self.first_missing(stream)
+        return missing if unfinished is None else min(unfinished, missing)
+
+    def depths(self, owner: str | None = None) -> list[QueueDepth]:
+        """What waits and what runs, of one owner or of all, by base model and kind."""
         group = (jobs.c.base_model, jobs.c.kind, jobs.c.state)
         query = (
             sa.select(*group, sa.func.count().label("count"), sa.func.min(jobs.c.created).label("oldest"))
@@ -510,6 +520,8 @@ class Jobs:
             .group_by(*group)
             .order_by(*group)
         )
+        if owner is not None:
+            query = query.where(jobs.c.owner == owner)
         return self._database.all(query, lambda row: QueueDepth(**row._mapping))
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+import msgspec
+
 from tinsmith.server.store.database import Row
-from tinsmith.server.store.records import Cancelled, Done, Expired, Failed, Outcome, Status
+from tinsmith.server.store.records import Cancelled, Done, Expired, Failed, Outcome, Status, Stepped, TrainedOn
 from tinsmith.server.store.schema import jobs, results
 
 STATUS_COLUMNS = (
@@ -26,7 +28,15 @@ def outcome_values(outcome: Outcome, now: datetime, serial: int) -> dict[str, An
         "category": failed and failed.category,
         "finished": now,
         "done_serial": serial,
+        "shown": _shown(outcome),
     }
+
+
+def _shown(outcome: Outcome) -> bytes | None:
+    """For the curves of a model; samples are kept elsewhere."""
+    if isinstance(outcome, Done) and isinstance(outcome.shown, TrainedOn | Stepped):
+        return msgspec.msgpack.encode(outcome.shown)
+    return None
 
 
 def result_values(request_id: str, done: Done) -> dict[str, Any]:

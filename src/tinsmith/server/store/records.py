@@ -130,11 +130,50 @@ class Enqueued(Record):
     """False if this number was submitted before: nothing was written, and the first submission stands."""
 
 
+class TrainedOn(Record, kw_only=True, tag="data"):
+    """What the data of an operation came to, for the curves of its model."""
+
+    loss: float
+    """A sum; divided by `weight` it is the mean."""
+
+    weight: float
+    tokens: int
+
+
+class Stepped(Record, kw_only=True, tag="step"):
+    """What an optimizer step says about itself, by name."""
+
+    metrics: dict[str, float]
+
+
+class ShownCompletion(Record):
+    tokens: list[int]
+    stop_reason: str
+
+
+class Sampled(Record):
+    """A prompt and what was sampled for it, cut where they are long."""
+
+    owner: str
+    base_model: str
+    prompt: list[int]
+    completions: list[ShownCompletion]
+
+    def __repr__(self) -> str:
+        return f"Sampled(owner={self.owner!r}, base_model={self.base_model!r}, prompt=<{len(self.prompt)} tokens>)"
+
+
+Shown: TypeAlias = TrainedOn | Stepped | Sampled
+"""What of an operation is kept for people to look at."""
+
+
 class Done(Record):
     result: bytes
     content_type: str
     is_replayed: bool = True
     """Whether it is done once more when its model is built again, so that its data have to be kept."""
+
+    shown: Shown | None = None
 
 
 class Failed(Record):
@@ -382,7 +421,7 @@ class NewSampler(Record):
 
     model_id: str | None = None
     model_seq_id: int | None = None
-    """The operation of `model_id` after which the weights were copied."""
+    """The operation of `model_id` after which the weights were copied; `None` for a sampler that follows the model."""
 
 
 class Sampler(Record):
@@ -419,6 +458,41 @@ class Loss(Record):
     name: str
     definition: bytes
     created: datetime
+
+
+# What people look at
+
+
+class Curve(Record):
+    """A part of a curve, in the order of its points.
+
+    They are many, and so plain: the step, seconds since 1970, and the value if that is a finite number.
+    """
+
+    points: list[tuple[int, float, float | None]]
+    cursor: int
+    """Ask with this one for what comes later."""
+
+
+class RunProgress(Record):
+    steps: int = 0
+    last: dict[str, float | None] = {}
+    """The last value of each curve, by name."""
+
+
+class RecentSample(Record):
+    request_id: str
+    base_model: str
+    model_path: str | None
+    run_id: str | None
+    """The training run whose weights were sampled from, if it was not the base model."""
+
+    time: datetime
+    prompt: list[int]
+    completions: list[ShownCompletion]
+
+    def __repr__(self) -> str:
+        return f"RecentSample(request_id={self.request_id!r}, prompt=<{len(self.prompt)} tokens>)"
 
 
 # Checkpoints

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0003"
+REVISION = "0004"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -170,6 +170,7 @@ jobs = sa.Table(
     sa.Column("finished", UtcTime),
     sa.Column("done_serial", sa.BigInteger),  # rises within a stream, in the order of finishing
     sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),  # how often it was begun
+    sa.Column("shown", sa.LargeBinary),  # what it adds to the curves of its model
     sa.UniqueConstraint("stream", "seq_id"),
     sa.Index(
         "jobs_ready", "base_model", "lane", "owner", "turn", "created", sqlite_where=_READY, postgresql_where=_READY
@@ -244,4 +245,48 @@ audit = sa.Table(
     sa.Column("address", sa.Text),  # where it was done from; null for what a worker or the server did by itself
     sa.Index("audit_by_time", "owner", "time"),
     sa.Index("audit_by_age", "time"),
+)
+
+curves = sa.Table(
+    "curves",  # what is drawn of a model: what the server knows of its steps, and what its client logs
+    metadata,
+    sa.Column("curve_id", _autoincrement(), primary_key=True),
+    sa.Column("model_id", sa.Text, nullable=False),
+    sa.Column("source", sa.Text, nullable=False),
+    sa.Column("count", sa.BigInteger, nullable=False),  # points it ever had, which is the number of the last
+    sa.Column("thinned", sa.BigInteger, nullable=False, server_default="0"),  # points that are not kept as they were
+    sa.Column("last", sa.JSON, nullable=False),  # the last value of each name there ever was
+    sa.Column(
+        "gathered", sa.BigInteger, nullable=False, server_default="0"
+    ),  # the last job, or call, that is in the points
+    sa.Column("stepped", UtcTime),  # when the last step was done; what came of the data since then:
+    sa.Column("loss", sa.Double, nullable=False, server_default="0"),  # a sum
+    sa.Column("weight", sa.Double, nullable=False, server_default="0"),  # what to divide it by
+    sa.Column("tokens", sa.BigInteger, nullable=False, server_default="0"),
+    sa.UniqueConstraint("model_id", "source"),
+)
+
+points = sa.Table(
+    "points",
+    metadata,
+    sa.Column("curve_id", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("number", sa.BigInteger, primary_key=True, autoincrement=False),
+    sa.Column("span", sa.BigInteger, nullable=False),  # how many points it stands for: itself and those after it
+    sa.Column("step", sa.BigInteger, nullable=False),
+    sa.Column("time", UtcTime, nullable=False),
+    sa.Column("metrics", sa.JSON, nullable=False),  # by name; null for what is no finite number
+    sqlite_with_rowid=False,
+)
+
+recent_samples = sa.Table(
+    "recent_samples",  # to be looked at; clients have their own
+    metadata,
+    sa.Column("sample_id", _autoincrement(), primary_key=True),
+    sa.Column("request_id", sa.Text, nullable=False),
+    sa.Column("owner", sa.Text, nullable=False),
+    sa.Column("base_model", sa.Text, nullable=False),
+    sa.Column("sampler_id", sa.Text, nullable=False),
+    sa.Column("time", UtcTime, nullable=False),
+    sa.Column("content", sa.LargeBinary, nullable=False),
+    sa.Index("recent_samples_newest", "owner", "sample_id"),
 )

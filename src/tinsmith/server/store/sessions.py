@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 
 import sqlalchemy as sa
@@ -68,6 +68,12 @@ class Sessions:
         values = {name: getattr(made, name) for name in made.__struct_fields__}
         self._database.write(lambda connection: connection.execute(sa.insert(sessions), values))
         return made
+
+    def display_names(self, session_ids: Collection[str]) -> dict[str, str]:
+        """Of those that have one; whose they are, the caller has asked before."""
+        named = sa.and_(sessions.c.session_id.in_(session_ids), sessions.c.display_name.is_not(None))
+        query = sa.select(sessions.c.session_id, sessions.c.display_name).where(named)
+        return dict(self._database.all(query, lambda row: (row.session_id, row.display_name)))
 
     def get(self, session_id: str, reader: str, scope: AccessScope = "owned") -> Session | None:
         query = sa.select(sessions).where(sessions.c.session_id == session_id, self._visible(reader, scope))

@@ -18,9 +18,9 @@ from tokenizers import models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny_tokenizer import CHATML_CONFIG, byte_level_bpe, write_folder
-from tinsmith.client.fast_tokenizer import Tokenizer
-from tinsmith.client.tokenizer_files import read_tokenizer
 from tinsmith.errors import InvalidInputError, InvalidTypeError, TokenizerError
+from tinsmith.text.fast_tokenizer import Tokenizer
+from tinsmith.text.tokenizer_folder import read_tokenizer
 
 TEXTS = [
     "",

@@ -12,8 +12,8 @@ from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from tinsmith.client.fast_tokenizer import Tokenizer
 from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError, TinkerError, TokenizerError
+from tinsmith.text.fast_tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import jinja2

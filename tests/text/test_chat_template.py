@@ -15,11 +15,11 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from tests.support.tiny_tokenizer import CHATML_CONFIG, byte_level_bpe, write_folder
-from tinsmith.client import chat_template as module
-from tinsmith.client.chat_template import apply_chat_template
-from tinsmith.client.fast_tokenizer import Tokenizer
-from tinsmith.client.tokenizer_files import read_tokenizer
 from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError, TokenizerError
+from tinsmith.text import chat_template as module
+from tinsmith.text.chat_template import apply_chat_template
+from tinsmith.text.fast_tokenizer import Tokenizer
+from tinsmith.text.tokenizer_folder import read_tokenizer
 
 CHATML = """\
 {%- if tools %}

@@ -1,0 +1,175 @@
+"""A request made ready to be sampled: its weights, its prompts as tokens, and what ends its samples."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tinsmith.errors import TokenizerError
+from tinsmith.server.messages import SampleJob
+from tinsmith.server.models import ModelFacts
+from tinsmith.server.openai import sources
+from tinsmith.server.openai.choices import Choice, Ending
+from tinsmith.server.openai.errors import Refused, invalid
+from tinsmith.server.openai.requests import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_COMPLETION_TOKENS,
+    MAX_SCORES,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
+from tinsmith.server.openai.sources import Source
+from tinsmith.server.routes._call import Call
+from tinsmith.server.texts import ModelText
+from tinsmith.types import ModelInput, SamplingParams
+
+T = TypeVar("T")
+
+_CHARACTERS_OF_A_TOKEN = 128
+"""No text has more for each of its tokens, except for runs of spaces; so what is much longer need not be counted."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    source: Source
+    facts: ModelFacts
+    text: ModelText
+    ending: Ending
+    prompts: list[list[int]]
+    jobs: list[SampleJob]
+    """One for each prompt."""
+    is_scored: bool
+    """Whether log-probabilities are wanted."""
+
+    def __post_init__(self) -> None:
+        if not self.is_scored:
+            return
+        scores = sum(map(_most_scores, self.jobs))
+        if scores > MAX_SCORES:
+            problem = f"may come to {scores:,}, and at most {MAX_SCORES:,} are told at once: lower n, max_tokens or top"
+            raise invalid("logprobs", problem)
+
+    def choices(self) -> list[list[Choice]]:
+        """Those of each prompt, nothing in them yet."""
+        return [
+            [Choice(self.text, self.ending, is_scored=self.is_scored) for _ in range(job.num_samples)]
+            for job in self.jobs
+        ]
+
+
+async def plan_chat(call: Call, asked: ChatCompletionRequest) -> Plan:
+    source, facts = await sources.find(call, asked.model)
+    text, conversation = call.services.texts.of(facts.name), asked.conversation()
+    for message in conversation:
+        _check_size("messages", message["content"], facts)
+
+    def render() -> tuple[list[int], int | None]:
+        if not text.tokenizer.chat_template:
+            raise invalid(
+                "model",
+                f"has no chat template: {facts.name} was not made for conversations. Use /v1/completions, or have a "
+                "chat_template.jinja put among its files",
+            )
+        options = asked.chat_template_kwargs or {}
+        return text.render(conversation, asked.offered, **options), text.tokenizer.eos_token_id
+
+    prompt, end_of_turn = await in_thread(call, render)
+    limit = asked.limit
+    if limit is None:
+        limit = max(1, min(DEFAULT_ANSWER_TOKENS, facts.max_context + 1 - len(prompt)))
+    limited_by = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
+    _check_length("messages", limited_by, len(prompt), limit, facts)
+    ends = {*facts.eos_token_ids, *(() if end_of_turn is None else (end_of_turn,))}
+    job = _job(prompt, asked.params(limit), asked.count, ends, is_streamed=bool(asked.stream), top=asked.top or 0)
+    return Plan(source, facts, text, Ending(ends, asked.stops), [prompt], [job], asked.top is not None)
+
+
+async def plan_completion(call: Call, asked: CompletionRequest) -> Plan:
+    source, facts = await sources.find(call, asked.model)
+    text, given = call.services.texts.of(facts.name), asked.prompts()
+    for each in given:
+        _check_size("prompt", each, facts)
+
+    def encode() -> list[list[int]]:
+        tokenizer = text.tokenizer  # also for tokens: what is sampled is told as text
+        return [tokenizer.encode(each) if isinstance(each, str) else each for each in given]
+
+    prompts = await in_thread(call, encode)
+    limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
+    for prompt in prompts:
+        _check_length("prompt", "max_tokens", len(prompt), limit, facts)
+    params, top, is_echoed = asked.params(limit), asked.logprobs, bool(asked.echo)
+    if is_echoed and asked.stream and top is not None:
+        raise invalid("echo", "cannot be streamed together with logprobs: those of the prompt are known at the end")
+    jobs = [
+        _job(
+            prompt,
+            params,
+            asked.count,
+            facts.eos_token_ids,
+            is_streamed=bool(asked.stream),
+            top=top or 0,
+            scores_prompt=is_echoed and top is not None,
+        )
+        for prompt in prompts
+    ]
+    return Plan(source, facts, text, Ending(facts.eos_token_ids, asked.stops), prompts, jobs, top is not None)
+
+
+def _job(
+    prompt: list[int],
+    params: SamplingParams,
+    count: int,
+    ends: Sequence[int] | set[int],
+    *,
+    is_streamed: bool,
+    top: int,
+    scores_prompt: bool = False,
+) -> SampleJob:
+    return SampleJob(
+        prompt=ModelInput.from_ints(prompt),
+        sampling_params=params,
+        num_samples=count,
+        topk_sample_logprobs=top,
+        prompt_logprobs=scores_prompt or None,
+        topk_prompt_logprobs=top if scores_prompt else 0,
+        end_tokens=sorted(ends),
+        is_streamed=is_streamed,
+    )
+
+
+def _most_scores(job: SampleJob) -> int:
+    return (job.sampling_params.max_tokens or 0) * job.num_samples * (1 + job.topk_sample_logprobs)
+
+
+def _check_size(param: str, given: str | list[int], facts: ModelFacts) -> None:
+    """Before it is made into tokens, which takes time and memory."""
+    if isinstance(given, str) and len(given) > _CHARACTERS_OF_A_TOKEN * facts.max_context:
+        raise invalid(
+            param,
+            f"has a text of {len(given):,} characters; {facts.name} takes {facts.max_context:,} tokens",
+            "context_length_exceeded",
+        )
+
+
+def _check_length(prompt: str, max_tokens: str, length: int, limit: int, facts: ModelFacts) -> None:
+    room = facts.max_context + 1 - length  # the last token is never read by the model, so it needs no place
+    if room < 1:
+        problem = f"come to {length:,} tokens, but {facts.name} takes {facts.max_context:,}: shorten them"
+        raise invalid(prompt, problem, "context_length_exceeded")
+    if limit > room:
+        raise invalid(
+            max_tokens,
+            f"is {limit:,}, but after {length:,} tokens {facts.name} has room for {room:,}: lower it",
+            "context_length_exceeded",
+        )
+
+
+async def in_thread(call: Call, work: Callable[[], T]) -> T:
+    """A tokenizer is loaded when it is first used, and long texts take their time."""
+    try:
+        return await asyncio.get_running_loop().run_in_executor(call.services.decoding, work)
+    except TokenizerError as error:
+        raise Refused(400, str(error), "model") from error

@@ -1,0 +1,72 @@
+"""Checkpoints in the forms that other tools load, made from the server's own base models while they are sent."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from pathlib import Path
+
+from starlette.responses import Response, StreamingResponse
+
+from tinsmith.errors import APIStatusError, MissingExtraError
+from tinsmith.export import FORMS, PEFT, Adapter, Story, export_files
+from tinsmith.server import audit
+from tinsmith.server.checks import check_base_model, refuse
+from tinsmith.server.engine.adapter_facts import check_sound
+from tinsmith.server.engine.damage import DamagedError
+from tinsmith.server.exporting import ExportArchive
+from tinsmith.server.routes._call import Call, Endpoint, identified, status_error
+from tinsmith.server.routes._download import Download
+from tinsmith.server.routes._found import CHECKPOINT, checkpoint_at, key_in_path
+from tinsmith.server.store.records import Checkpoint
+from tinsmith.wire import tar
+
+
+async def export_checkpoint(call: Call) -> Response:
+    """A checkpoint as a PEFT adapter, a merged model or GGUF (`to`: peft, merged, gguf), as a tar file."""
+    checkpoint = await checkpoint_at(call, key_in_path(call).tinker_path)
+    form = call.request.query_params.get("to", "")
+    if form not in FORMS:
+        raise refuse("to", f"is {form!r}; checkpoints are exported to {', '.join(FORMS)}", form)
+    call.services.paperwork.charge(call.owner, 0)
+
+    async def may_read() -> bool:
+        try:
+            await identified(call.request, call.services)
+        except APIStatusError:
+            return False
+        return True
+
+    with ExitStack() as held:
+        held.enter_context(call.services.open_requests.one_more(call.owner))
+        held.enter_context(call.services.conversions.one_more(call.owner))
+        archive = await asyncio.to_thread(_archive, call, checkpoint, form)
+        await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", checkpoint.key, to=form))
+        length = {"content-length": str(archive.size_bytes)}
+        answer = StreamingResponse(archive, headers=length, media_type=tar.CONTENT_TYPE)
+        return Download(answer, may_read, held.pop_all(), call.owner)
+
+
+def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
+    """Whatever is wrong with it is found here, before anything is sent."""
+    path = checkpoint.key.tinker_path
+    base_folder = None if form == PEFT else _base_folder(call, checkpoint)
+    story = Story(checkpoint.base_model, path, call.request.query_params.get("data_note", ""))
+    folder = call.services.folders.folder(path)
+    try:
+        check_sound(folder)
+        files = export_files(form, Adapter(folder), base_folder, story)
+    except FileNotFoundError:  # deleted in this moment
+        raise status_error(404, f"There is no checkpoint {path}.") from None
+    except DamagedError as error:
+        raise refuse("checkpoint", f"{path} is damaged on the server's disk: {error}") from None
+    except MissingExtraError as error:
+        raise refuse("to", f"is {form!r}, which this server cannot write: {error}", form) from None
+    return ExportArchive(checkpoint.key.name, files)
+
+
+def _base_folder(call: Call, checkpoint: Checkpoint) -> Path:
+    return check_base_model(checkpoint.base_model, call.services.models).folder
+
+
+ENDPOINTS = (Endpoint("GET", f"{CHECKPOINT}/export", export_checkpoint),)
