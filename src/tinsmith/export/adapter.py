@@ -40,6 +40,8 @@ _MORE_THAN_A_PRODUCT = (
 """Settings of PEFT under which an adapter is more than B times A, or something else."""
 _CHANGES_THE_BASE = ("corda", "loftq", "olora", "pissa")
 """Ways to begin in which a part of the base moves into the adapter; without the rest of it the sum is wrong."""
+_LARGEST_ALPHA = 1e9
+_LARGEST_CONFIG_BYTES = 2**20
 _MODULE_NAME = re.compile(r"[\w.]+", re.ASCII)
 
 
@@ -115,29 +117,36 @@ class Adapter:
 
 
 def _problem(config: Mapping[str, Any]) -> str | None:
-    numbers = [config.get("r"), config.get("lora_alpha"), *_numbers_of(config.get("alpha_pattern"))]
-    if not all(isinstance(each, int | float) and 0 < each < 1e9 for each in numbers):
-        return f"has r {config.get('r')!r} and lora_alpha {config.get('lora_alpha')!r}, which must be positive numbers"
-    if config.get("peft_type", "LORA") != "LORA":
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        return f"has the alpha_pattern {patterns!r}, which must be an object"
+    # Ranks are read from the matrices; only the numbers that they are multiplied with must be told.
+    if not all(map(_is_positive, (config.get("r"), config.get("lora_alpha"), *patterns.values()))):
+        return (
+            f"has r {config.get('r')!r}, lora_alpha {config.get('lora_alpha')!r} and alpha_pattern {patterns}, which "
+            "must be positive numbers"
+        )
+    if (config.get("peft_type") or "LORA") != "LORA":
         return f"has the peft_type {config['peft_type']!r}"
     if special := [name for name in _MORE_THAN_A_PRODUCT if config.get(name)]:
         return f"uses {' and '.join(special)}"
-    if config.get("bias", "none") != "none":
+    if (config.get("bias") or "none") != "none":
         return f"has bias {config['bias']!r}: biases were trained too"
     if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
         return f"has init_lora_weights {config['init_lora_weights']!r}, which changes the base; convert it with peft"
-    if odd := [name for name in config.get("alpha_pattern") or () if not _MODULE_NAME.fullmatch(name)]:
+    if odd := [name for name in patterns if not _MODULE_NAME.fullmatch(name)]:
         return f"has the alpha_pattern {odd[0]!r}, which is not the name of a module"
     return None
 
 
-def _numbers_of(patterns: object) -> list[object]:
-    """Ranks are read from the matrices; only the numbers that they are multiplied with must be told."""
-    return list(patterns.values()) if isinstance(patterns, dict) else []
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and 0 < value < _LARGEST_ALPHA
 
 
 def _check_files(folder: Path) -> None:
     if (folder / WEIGHTS).is_file() and (folder / CONFIG).is_file():
+        if (size := (folder / CONFIG).stat().st_size) > _LARGEST_CONFIG_BYTES:
+            raise InvalidInputError(f"The {CONFIG} has {size:,} bytes, which no tool writes. Save the adapter again.")
         return
     names = ", ".join(sorted(file.name for file in folder.iterdir() if not file.name.startswith(".")))
     raise InvalidInputError(

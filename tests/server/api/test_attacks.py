@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from tests.server.api.running import KEY, MODELS, Answer, RunningServer
 
-REFUSED = {400, 403, 404, 405, 410, 413, 414, 415, 422, 431}
+REFUSED = {400, 403, 404, 405, 409, 410, 413, 414, 415, 422, 431}
 
 IN_URLS = {
     "dots": "..",

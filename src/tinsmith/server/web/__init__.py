@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from tinsmith.server.routes._call import Services
+from tinsmith.server.routes._call import Services, reply_plain
 from tinsmith.server.store import StoreUnavailableError
 
 _PAGE = "index.html"
@@ -55,7 +55,9 @@ def routes(services: Services) -> list[Route]:
 
     def file(request: Request) -> Response:
         found = _files().get(request.path_params["name"])
-        return Response("There is no such file.", 404, _HEADERS) if found is None else found.answer(request)
+        if found is None:
+            return reply_plain({"detail": "There is no such file."}, 404)
+        return found.answer(request)
 
     return [Route("/", page), Route("/web/{name}", file)]
 
