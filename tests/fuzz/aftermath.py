@@ -20,15 +20,15 @@ _PROMPTS = 8
 """For how many prompts such a request asks, at the most."""
 _MAKERS: Mapping[str, tuple[str, ...]] = {
     "sessions": ("create_session", *_SAMPLES),
-    "models": ("create_model", "load_weights", "copy_weights"),
+    "models": ("create_model", "load_weights", "copy_weights", "import_weights"),
     "samplers": ("create_sampling_session", "save_weights_for_sampler", *_SAMPLES),
     "losses": ("create_custom_loss",),
     "jobs": (*_FUTURES, *_SAMPLES),
     "payloads": (*_FUTURES, *_SAMPLES),
     "results": (*_FUTURES, *_SAMPLES),
     "streams": (*_FUTURES, *_SAMPLES),
-    "checkpoints": (*_SAVES, "copy_weights"),
-    "keys": (),
+    "checkpoints": (*_SAVES, "copy_weights", "import_weights"),
+    "keys": ("dashboard/api/keys",),
 }
 """By table: parts of the paths of endpoints that add a row, at most one for each request, or prompt, that is accepted.
 
@@ -90,4 +90,4 @@ def too_many(before: Mapping[str, int], after: Mapping[str, int], accepted: Mapp
 
 
 def _is_one_of(endpoint: str, makers: tuple[str, ...]) -> bool:
-    return any(f"/v1/{maker}" in endpoint for maker in makers)
+    return any(f"/{maker}" in endpoint for maker in makers)

@@ -12,6 +12,7 @@ import zstandard
 from tests.fuzz import messages, trees, values
 from tests.fuzz.drafts import CHOICES, DRAFTS, Draft, is_message
 from tests.fuzz.world import DOOMED_KEY, KEY, TOKEN, Case, World
+from tinsmith.wire import tar
 
 PROTOBUF, JSON = "application/x-protobuf", "application/json"
 _AS_IT_IS = 0.1
@@ -67,6 +68,8 @@ def _bend_content(draft: Draft, world: World, random: Random) -> None:
         _bend_text(draft.query, world, random)
     elif is_message(draft):
         draft.body = messages.mutate(draft.body, random)
+    elif isinstance(draft.body, bytes):
+        draft.body = values.data(random, draft.body)
     elif draft.body is not None:
         draft.body = _bent_tree(draft.body, world, random)
     else:
@@ -91,6 +94,8 @@ def _bent_tree(body: Any, world: World, random: Random) -> Any:
 def _body(draft: Draft) -> bytes:
     if is_message(draft):
         return bytes(draft.body.SerializeToString(deterministic=True))
+    if isinstance(draft.body, bytes):
+        return draft.body
     return b"" if draft.body is None else trees.encode(draft.body)
 
 
@@ -98,8 +103,9 @@ def _body(draft: Draft) -> bytes:
 
 
 def _headers(name: str, draft: Draft) -> list[tuple[str, str]]:
-    key = DOOMED_KEY if name.startswith("DELETE /api/v1/auth") else KEY
-    return [("content-type", PROTOBUF if is_message(draft) else JSON), ("x-api-key", key), *draft.headers.items()]
+    key = DOOMED_KEY if name.startswith(("DELETE /api/v1/auth", "DELETE /dashboard/api/keys")) else KEY
+    kind = PROTOBUF if is_message(draft) else tar.CONTENT_TYPE if isinstance(draft.body, bytes) else JSON
+    return [("content-type", kind), ("x-api-key", key), *draft.headers.items()]
 
 
 def _bend_bytes(

@@ -12,14 +12,14 @@ from google.protobuf.message import Message
 from tests.fuzz.graphs import random_loss
 from tests.fuzz.world import KINDS, SAVES, TOKEN, TOKENS, Claim, World, custom_loss
 from tinsmith.types import Datum, ModelInput, TensorData
-from tinsmith.wire import proto
+from tinsmith.wire import proto, tar
 from tinsmith.wire import tinker_pb2 as pb
 
 
 @dataclass
 class Draft:
     body: Any = None
-    """A tree for JSON, a message, or nothing."""
+    """A tree for JSON, a message, the bytes of a tar file, or nothing."""
 
     parts: dict[str, str] = field(default_factory=dict)
     """Of the path, by their names in the endpoint."""
@@ -273,6 +273,18 @@ def _pairs(query: str) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in query.split("&"))
 
 
+def _export(world: World, random: Random) -> Draft:
+    draft = _checkpoint("kept")(world, random)
+    draft.query = {"to": random.choice(["peft", "merged", "gguf"]), "data_note": "text"}
+    return draft
+
+
+def _import(world: World, random: Random) -> Draft:
+    files = {"adapter_config.json": b'{"peft_type": "LORA", "r": 2}', "adapter_model.safetensors": bytes(16)}
+    body = b"".join(tar.head(name, len(data)) + data + tar.padding(len(data)) for name, data in files.items())
+    return Draft(body + tar.END, query={"base_model": world.base_model, "name": "imported"})
+
+
 def _weights(world: World, random: Random) -> str:
     return random.choice([world.base_model, world.models[0], world.path(random.choice(KINDS))])
 
@@ -312,7 +324,7 @@ def _chat(world: World, random: Random) -> Draft:
     return Draft({"messages": messages, "logprobs": True, "top_logprobs": 2, **calls, **_sampling(world, random)})
 
 
-_CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
+CHECKPOINT = "/api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}"
 _CONFIG = _json(sdk_version="0.36.0")
 
 DRAFTS: Mapping[str, Make] = {
@@ -364,12 +376,14 @@ DRAFTS: Mapping[str, Make] = {
     "GET /api/v1/training_runs/{run_id}": _run,
     "GET /api/v1/training_runs/{run_id}/checkpoints": _run,
     "GET /api/v1/checkpoints": _page,
-    f"DELETE {_CHECKPOINT}": _checkpoint(),
-    f"POST {_CHECKPOINT}/publish": _checkpoint("kept"),
-    f"DELETE {_CHECKPOINT}/publish": _checkpoint("kept"),
-    f"PUT {_CHECKPOINT}/ttl": _checkpoint("kept", {"ttl_seconds": 86400}),
-    f"GET {_CHECKPOINT}/external_weights_urls": _checkpoint("kept"),
-    f"GET {_CHECKPOINT}/archive": _checkpoint("kept"),
+    f"DELETE {CHECKPOINT}": _checkpoint(),
+    f"POST {CHECKPOINT}/publish": _checkpoint("kept"),
+    f"DELETE {CHECKPOINT}/publish": _checkpoint("kept"),
+    f"PUT {CHECKPOINT}/ttl": _checkpoint("kept", {"ttl_seconds": 86400}),
+    f"GET {CHECKPOINT}/external_weights_urls": _checkpoint("kept"),
+    f"GET {CHECKPOINT}/archive": _checkpoint("kept"),
+    f"GET {CHECKPOINT}/export": _export,
+    "POST /api/v1/import_weights": _import,
     "GET /api/v1/files/{run_id}/{kind}/{name}/{file:path}": _file,
     "GET /api/v1/audit": lambda world, random: Draft(query={"event_type": "checkpoints", "day": "2030-01-31"}),
     "GET /api/v1/billing/usage/events": lambda world, random: Draft(query={"starting_on": "2030-01-31T00:00:00Z"}),

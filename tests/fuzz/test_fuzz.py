@@ -9,12 +9,19 @@ from random import Random
 from tests.fuzz import full
 from tests.fuzz.bending import case, valid
 from tests.fuzz.direct import BASE_MODEL, direct
-from tests.fuzz.drafts import DRAFTS
+from tests.fuzz.drafts import CHECKPOINT, DRAFTS
 from tests.fuzz.rules import broken
 from tests.fuzz.world import KEY, Answer, Case, World
 from tinsmith.server.endpoints import ENDPOINTS
 
 SEED, INPUTS = 2030, 3000
+
+_NOT_HERE = {
+    f"GET {CHECKPOINT}/export": "the checkpoints of the stand-in worker are not real",
+    "POST /api/v1/import_weights": "there is no real base model",
+    "DELETE /dashboard/api/keys/{key_id}": "the only key that could be spared is gone by then",
+}
+"""What is accepted in tests of its own alone."""
 
 
 def test_no_input_makes_the_server_fail(tmp_path: Path) -> None:
@@ -40,7 +47,7 @@ async def _refused_drafts(state: Path) -> dict[str, object]:
         world = World(send, BASE_MODEL)
         await world.build()
         refused: dict[str, object] = {}
-        for name in DRAFTS:
+        for name in (name for name in DRAFTS if name not in _NOT_HERE):
             for attempt in range(8):
                 answer = await send(valid(name, world, Random(attempt)))
                 refused[name] = await _reason(world, answer)
