@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tinsmith.export import Adapter as Exported
-from tinsmith.export import Story, export_files, new_folder, write_files
+from tinsmith.export import BaseModel, Story, export_files, new_folder, write_files
 from tinsmith.server.engine.adapter_files import write_adapter
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.model import ModelShape
@@ -38,8 +38,10 @@ def export(
     form: str, adapter: Path, base: Path | None, target: Path, base_model: str = "tiny/base", **options: Any
 ) -> Path:
     note = options.pop("data_note", "")
+    story = Story(base_model, ORIGIN, note)
     with new_folder(target) as folder:
-        write_files(export_files(form, Exported(adapter), base, Story(base_model, ORIGIN, note)), folder, **options)
+        files = export_files(form, Exported(adapter), None if base is None else BaseModel(base), story)
+        write_files(files, folder, **options)
     return target
 
 

@@ -20,7 +20,7 @@ from tests.export.making import ORIGIN, PROMPT, export, greedy, load, write_rand
 from tests.server.tiny_models import FAMILIES, ROPES, make_model, save_model
 from tests.support.tiny_tokenizer import CHATML_CONFIG, byte_level_bpe, write_folder
 from tinsmith.errors import InvalidInputError
-from tinsmith.export import GGUF, MERGED, Adapter, Story, export_files, tensor_files
+from tinsmith.export import GGUF, MERGED, Adapter, BaseModel, Story, export_files, tensor_files
 from tinsmith.export.gguf_model import Shape, rope_divisors
 from tinsmith.server.engine.adapters import AdapterSpec
 from tinsmith.server.engine.model import rope_from_config
@@ -131,7 +131,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(tensor_files, "BLOCK_BYTES", block := 64 * 1024)
     base = make_base(tmp_path / "base", "smollm2", vocab_size=20_000)
     adapter = write_random_adapter(tmp_path / "adapter", base, AdapterSpec(rank=4, seed=1, train_unembed=False))
-    *_, weights = export_files(GGUF, Adapter(adapter), base, Story("tiny/base", ORIGIN))
+    *_, weights = export_files(GGUF, Adapter(adapter), BaseModel(base), Story("tiny/base", ORIGIN))
     tracemalloc.start()
     written = sum(len(piece) for piece in weights.blocks())
     used = tracemalloc.get_traced_memory()[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,16 @@ def test_what_it_lacks_is_said_with_the_way_out(tokenizer: Tokenizer) -> None:
     with pytest.raises(AttributeError, match=r"transformers\.AutoTokenizer\.from_pretrained\('tiny'\)"):
         _ = tokenizer.save_pretrained
     assert not hasattr(tokenizer, "is_special_token")
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    turns: list[float] = []
+    encoding = threading.Thread(target=tokenizer.encode, args=("The quick brown fox " * 100_000,))
+    encoding.start()
+    while encoding.is_alive():
+        turns.append(time.monotonic())
+        time.sleep(0.001)
+    assert len(turns) > 10
 
 
 def test_a_file_of_another_name_stands_alone(tmp_path: Path) -> None:

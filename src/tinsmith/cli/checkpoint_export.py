@@ -96,7 +96,7 @@ def _made_by_server(
 def _made_here(
     server: Server, path: str, form: str, target: Path, base: str | None, data_note: str, force: bool
 ) -> dict[str, str]:
-    from tinsmith.export import Adapter, Story, export_files, new_folder, write_files
+    from tinsmith.export import Adapter, BaseModel, Story, export_files, new_folder, write_files
 
     with new_folder(target, force=force) as folder, tempfile.TemporaryDirectory(dir=folder.parent) as name:
         _fetch(server, path, Path(name))
@@ -105,7 +105,8 @@ def _made_here(
         base_folder = None if form == PEFT else _find(base_model)
         story = Story(_absolute(base_model) if form == PEFT else base_model, path, data_note)
         with Bar(counts_bytes=True) as bar:
-            write_files(export_files(form, adapter, base_folder, story), folder, bar.report)
+            model = None if base_folder is None else BaseModel(base_folder)
+            write_files(export_files(form, adapter, model, story), folder, bar.report)
     return {"base_model": base_model, **({"base_folder": str(base_folder)} if base_folder else {})}
 
 

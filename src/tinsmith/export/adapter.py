@@ -63,8 +63,8 @@ class Adapter:
         tensors = read_head(folder / WEIGHTS)
         self.copies = {found[1]: each for name, each in tensors.items() if (found := _COPY.fullmatch(name))}
         """Of matrices of the base, by their modules."""
+        self._check_config()  # first: what is special about an adapter is better told by this than by its tensors
         self.pairs = _pairs({name: each for name, each in tensors.items() if not _COPY.fullmatch(name)})
-        self._check_config()
         self.steps = _steps(folder / FACTS)
 
     @property
@@ -177,7 +177,7 @@ def _pairs(tensors: Mapping[str, StoredTensor]) -> dict[str, Pair]:
 
 
 def _pair(module: str, both: Mapping[str, StoredTensor]) -> Pair:
-    if both.keys() != {"A", "B"} or both["A"].shape[0] != both["B"].shape[1]:
+    if both.keys() != {"A", "B"} or not 1 <= both["A"].shape[0] == both["B"].shape[1]:
         shapes = {f"lora_{half}": list(tensor.shape) for half, tensor in both.items()}
         raise InvalidInputError(
             f"The matrices of the adapter for {module} do not belong together: {shapes}. Save the adapter again.",
@@ -190,7 +190,9 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InvalidInputError(f"{file} is not valid JSON: {error}. Fetch it again.") from error
+        raise InvalidInputError(f"{file.name} is not valid JSON: {error}. Fetch it again.") from error
+    except RecursionError as error:
+        raise InvalidInputError(f"{file.name} is nested too deeply. Fetch it again.") from error
     if not isinstance(content, dict):
-        raise InvalidInputError(f"{file} must hold a JSON object, not a {type(content).__name__}. Fetch it again.")
+        raise InvalidInputError(f"{file.name} must hold a JSON object, not a {type(content).__name__}. Fetch it again.")
     return content

@@ -33,10 +33,12 @@ _NOT_FOR_OTHERS = (".index.json", "tinsmith.json")
 
 
 class BaseModel:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        """Errors call it by its name, which is that of its folder where none is given."""
+        self.name = name or str(folder)
         if not (folder / CONFIG).is_file():
             raise InvalidInputError(
-                f"{folder} has no {CONFIG}. Give the folder of a model as the base, or its hub id.", field="base"
+                f"{self.name} has no {CONFIG}. Give the folder of a model as the base, or its hub id.", field="base"
             )
         self.folder = folder
         self.config = read_json(folder / CONFIG)
@@ -62,7 +64,7 @@ class BaseModel:
             own = self.weight(module)
             if own is None or not own.equals(copy):
                 raise InvalidInputError(
-                    f"The adapter brings {module} along, and it is not that of the base in {self.folder}: it was "
+                    f"The adapter brings {module} along, and it is not that of the base {self.name}: it was "
                     "trained as a whole, or for another base. Train it as LoRA only, or give its own base.",
                     field=module,
                 )
@@ -79,7 +81,7 @@ class BaseModel:
         for name in names:
             if not (self.folder / name).is_file():
                 raise InvalidInputError(
-                    f"{self.folder} lacks {name}. A base model has its weights as {SINGLE}, or as {INDEX} and the "
+                    f"{self.name} lacks {name}. A base model has its weights as {SINGLE}, or as {INDEX} and the "
                     "files that this names; fetch it again, or choose a release with safetensors.",
                     field="base",
                 )
@@ -89,7 +91,7 @@ class BaseModel:
         if (settings := self.config.get("quantization_config")) is not None:
             method = settings.get("quant_method", "an unnamed method")
             raise InvalidInputError(
-                f"The weights in {self.folder} are quantised with {method}, so nothing can be added to them. Give the "
+                f"The weights of {self.name} are quantised with {method}, so nothing can be added to them. Give the "
                 "release in bfloat16, float16 or float32 as the base.",
                 field="base",
             )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from tinsmith.export.adapter import Adapter
 from tinsmith.export.base import BaseModel
 from tinsmith.export.card import Story
@@ -15,14 +13,13 @@ from tinsmith.export.peft import peft_files
 PEFT, MERGED, GGUF = FORMS = ("peft", "merged", "gguf")
 
 
-def export_files(form: str, adapter: Adapter, base_folder: Path | None, story: Story) -> list[NewFile]:
+def export_files(form: str, adapter: Adapter, base: BaseModel | None, story: Story) -> list[NewFile]:
     """The files of an export. All that can be wrong with it is found here, but for sums that do not fit their format.
 
-    All forms but PEFT need the folder of the base.
+    All forms but PEFT need the base.
     """
     if form == PEFT:
         return peft_files(adapter, story.checked())
-    if base_folder is None:
+    if base is None:
         raise ValueError(f"{form} needs a base")
-    base = BaseModel(base_folder)
     return (gguf_files if form == GGUF else merged_files)(adapter, base, story.checked())

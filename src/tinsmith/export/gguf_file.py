@@ -76,7 +76,7 @@ def _tensors(adapter: Adapter, base: BaseModel, shape: Shape) -> dict[str, NewTe
             known = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if known is None or tensor.dtype not in SIZES:
                 raise InvalidInputError(
-                    f"The base in {base.folder} has {name} in {tensor.dtype}, which has no place in a GGUF file of "
+                    f"The base {base.name} has {name} in {tensor.dtype}, which has no place in a GGUF file of "
                     f"{shape.family}. Export with --to merged instead.",
                     field="base",
                 )
@@ -131,7 +131,7 @@ def _head(tensors: Mapping[str, NewTensor], base: BaseModel, shape: Shape, dtype
         writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         add_model(writer, shape)
-        add_vocab(writer, base.folder, base.config["vocab_size"])
+        add_vocab(writer, base, base.config["vocab_size"])
         for name, tensor in tensors.items():
             kind = gguf.GGMLQuantizationType[tensor.dtype]
             writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.num_bytes, kind)

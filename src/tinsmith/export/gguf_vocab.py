@@ -7,11 +7,11 @@ makes of a sample; here it follows from the rules themselves, so that it does no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.export.adapter import read_json
+from tinsmith.export.base import BaseModel
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -32,35 +32,35 @@ _TAKES_WHOLE_WORDS = ("llama-bpe",)
 """Where llama.cpp takes a word that is in the table as it is, whatever the merges say."""
 
 
-def add_vocab(writer: GGUFWriter, folder: Path, vocab_size: int) -> None:
+def add_vocab(writer: GGUFWriter, base: BaseModel, vocab_size: int) -> None:
     import gguf
 
-    if not (folder / TOKENIZER).is_file():
-        raise _refusal(folder, f"there is no {TOKENIZER}")
-    tokenizer = read_json(folder / TOKENIZER)
-    name = _pre_tokenizer(folder, tokenizer)
-    tokens, kinds = _tables(folder, tokenizer, vocab_size)
+    if not (base.folder / TOKENIZER).is_file():
+        raise _refusal(base, f"there is no {TOKENIZER}")
+    tokenizer = read_json(base.folder / TOKENIZER)
+    name = _pre_tokenizer(base, tokenizer)
+    tokens, kinds = _tables(base, tokenizer, vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(name)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=vocab_size)
+    special = gguf.SpecialVocab(base.folder, load_merges=True, n_vocab=vocab_size)
     special.add_special_token.setdefault("bos", False)  # where nothing is said llama.cpp goes by the name
     special.add_to_gguf(writer, quiet=True)
 
 
-def _pre_tokenizer(folder: Path, tokenizer: Mapping[str, Any]) -> str:
+def _pre_tokenizer(base: BaseModel, tokenizer: Mapping[str, Any]) -> str:
     model = tokenizer.get("model") or {}
     if model.get("type") != "BPE" or model.get("byte_fallback"):
         kind = "BPE with byte fallback (SentencePiece)" if model.get("byte_fallback") else model.get("type")
-        raise _refusal(folder, f"its model is {kind}, and only byte-level BPE can be written")
+        raise _refusal(base, f"its model is {kind}, and only byte-level BPE can be written")
     normalizer = (tokenizer.get("normalizer") or {}).get("type", "NFC")
     steps = tuple(_steps(tokenizer.get("pre_tokenizer") or {}))
     name = _PRE_TOKENIZERS.get(steps)
     if name is None or normalizer != "NFC":
-        raise _refusal(folder, f"it splits a text by {steps} after {normalizer}, for which llama.cpp has no known name")
+        raise _refusal(base, f"it splits a text by {steps} after {normalizer}, for which llama.cpp has no known name")
     if bool(model.get("ignore_merges")) != (name in _TAKES_WHOLE_WORDS):
-        raise _refusal(folder, f"its ignore_merges is not what llama.cpp does for {name!r}")
+        raise _refusal(base, f"its ignore_merges is not what llama.cpp does for {name!r}")
     return name
 
 
@@ -79,7 +79,7 @@ def _steps(step: Mapping[str, Any]) -> Iterator[str]:
         yield str(kind)
 
 
-def _tables(folder: Path, tokenizer: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
+def _tables(base: BaseModel, tokenizer: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
     """Every id of the model's embedding has a token, although some releases have fewer."""
     from gguf import TokenType
 
@@ -88,7 +88,7 @@ def _tables(folder: Path, tokenizer: Mapping[str, Any], vocab_size: int) -> tupl
     added = {each["id"]: each for each in tokenizer.get("added_tokens") or ()}
     words = {index: token for token, index in tokenizer["model"]["vocab"].items()}
     if (last := max([*added, *words])) >= vocab_size:
-        raise _refusal(folder, f"it has a token {last}, and the model ends at {vocab_size - 1}")
+        raise _refusal(base, f"it has a token {last}, and the model ends at {vocab_size - 1}")
     for index, token in words.items():
         tokens[index], kinds[index] = token, int(TokenType.NORMAL)
     for index, entry in added.items():
@@ -97,9 +97,9 @@ def _tables(folder: Path, tokenizer: Mapping[str, Any], vocab_size: int) -> tupl
     return tokens, kinds
 
 
-def _refusal(folder: Path, why: str) -> InvalidInputError:
+def _refusal(base: BaseModel, why: str) -> InvalidInputError:
     return InvalidInputError(
-        f"The tokenizer of the base in {folder} cannot be written as GGUF: {why}. Export with --to merged, and convert "
+        f"The tokenizer of the base {base.name} cannot be written as GGUF: {why}. Export with --to merged, and convert "
         "the folder with llama.cpp's convert_hf_to_gguf.py.",
         field="tokenizer",
     )

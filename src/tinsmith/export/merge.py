@@ -57,19 +57,19 @@ def _merged(adapter: Adapter, base: BaseModel, module: str) -> NewTensor:
     name = f"{EMBEDDING if module == HEAD and base.is_tied else module}.weight"
     if weight is None:
         raise InvalidInputError(
-            f"The adapter changes {module}, but the base in {base.folder} has no {name}. Give the model that the "
+            f"The adapter changes {module}, but the base {base.name} has no {name}. Give the model that the "
             "adapter was trained on as the base.",
             field=module,
         )
     if weight.shape != adapter.pairs[module].shape:
         raise InvalidInputError(
             f"The adapter changes {module} as a matrix of {list(adapter.pairs[module].shape)}, but {name} of the base "
-            f"in {base.folder} is {list(weight.shape)}. Give the model that the adapter was trained on as the base.",
+            f"{base.name} is {list(weight.shape)}. Give the model that the adapter was trained on as the base.",
             field=module,
         )
     if weight.dtype not in SIZES:
         raise InvalidInputError(
-            f"{name} of the base in {base.folder} is stored as {weight.dtype}, to which nothing can be added. Give the "
+            f"{name} of the base {base.name} is stored as {weight.dtype}, to which nothing can be added. Give the "
             "release in bfloat16, float16 or float32 as the base.",
             field=module,
         )

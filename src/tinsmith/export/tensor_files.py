@@ -79,10 +79,16 @@ def read_head(file: Path) -> dict[str, StoredTensor]:
     return dict(sorted(found.items(), key=lambda item: item[1].offset))
 
 
+# Far beyond any model: the product of more, or of larger ones, can take minutes in which no other thread runs.
+_Length = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+_Shape = Annotated[tuple[_Length, ...], msgspec.Meta(max_length=8)]
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
-    data_offsets: tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[int, msgspec.Meta(ge=0)]]
+    shape: _Shape
+    data_offsets: tuple[_Offset, _Offset]
 
     def __post_init__(self) -> None:
         expected = math.prod(self.shape) * SIZES[self.dtype] if self.dtype in SIZES else max(0, self.size)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.models import ModelFacts
-from tinsmith.server.store.records import Sampler
+from tinsmith.server.store.records import Checkpoint, Sampler
 from tinsmith.types import (
     AdamParams,
     CreateCustomLossRequest,
@@ -63,6 +63,16 @@ def check_base_model(name: str, models: Mapping[str, ModelFacts]) -> ModelFacts:
     if name in models:
         return models[name]
     raise refuse("base_model", f"{name!r} is not served here. Use one of: {', '.join(sorted(models))}", name)
+
+
+def check_base_of(checkpoint: Checkpoint, models: Mapping[str, ModelFacts]) -> ModelFacts:
+    if checkpoint.base_model in models:
+        return models[checkpoint.base_model]
+    raise refuse(
+        "model_path",
+        f"is {checkpoint.key.tinker_path}, which was trained on {checkpoint.base_model!r}, and that is not served here "
+        "at the moment; have it served, too",
+    )
 
 
 def check_lora(config: LoraConfig | None) -> LoraConfig:

@@ -34,21 +34,26 @@ class ModelText:
                 self._loaded = self._load()
             return self._loaded
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """As the model expects the beginning of a text, with its first token if it has one."""
-        return self.tokenizer.encode(text)
+        return self.tokenizer.encode(text, add_special_tokens=add_special)
 
     def decode(self, tokens: Iterable[int], *, skip_special: bool = True) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=skip_special)
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
-    ) -> list[int]:
-        """A conversation by the model's own chat template, up to where the assistant begins to answer."""
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """A conversation by the model's own chat template, up to where the assistant begins to answer.
+
+        It is complete: to be encoded without special tokens.
+        """
         from tinsmith.text.chat_template import apply_chat_template
 
-        tokens: list[int] = apply_chat_template(self.tokenizer, messages, tools=tools, **options)
-        return tokens
+        return apply_chat_template(self.tokenizer, messages, tools=tools, tokenize=False, **variables)
 
     def _load(self) -> Tokenizer:
         from tinsmith.text.tokenizer_folder import read_tokenizer

@@ -79,7 +79,8 @@ class Tokenizer:
                 value=text,
             )
         try:
-            ids: list[int] = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            # In a batch, even of one: only that lets other threads run meanwhile.
+            (found,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # the backend takes UTF-8, which has no form for half a character
             raise InvalidInputError(
                 "The text holds lone surrogates, which are no characters. Replace them first, for instance with "
@@ -87,6 +88,7 @@ class Tokenizer:
                 field="text",
                 value=text,
             ) from error
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:

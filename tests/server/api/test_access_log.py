@@ -38,7 +38,10 @@ def test_each_request_has_a_line_at_the_level_of_its_weight(server: RunningServe
 
 def test_who_is_turned_away_has_a_line_that_says_why(server: RunningServer) -> None:
     (keyless,) = lines_of(server, lambda: server.get("sessions", key=None))
-    assert (keyless["status"], keyless["reason"]) == (401, "The header X-API-Key is missing")
+    assert (keyless["status"], keyless["reason"]) == (
+        401,
+        "There is no API key in the header X-API-Key, nor as a bearer token",
+    )
     (wrong,) = lines_of(server, lambda: server.get(f"sessions?limit={WORD}"))
     assert (wrong["status"], wrong["reason"]) == (422, "UnprocessableEntityError")
     assert WORD not in str(wrong)

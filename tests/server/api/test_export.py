@@ -171,7 +171,8 @@ def test_a_base_or_an_adapter_that_is_gone_is_said_before_anything_is_sent(
         place = imported(server, elsewhere.adapter)
         (base / "model.safetensors").unlink()
         gone = server.get(f"{place}/export?to=merged", key=ANNA)
-        assert (gone.status, "lacks model.safetensors" in gone.json()["detail"]) == (422, True)
+        assert (gone.status, f"{MODELS[0]} lacks model.safetensors" in gone.json()["detail"]) == (422, True)
+        assert str(tmp_path) not in gone.json()["detail"]
         server.app.state.services.models.pop(MODELS[0])
         unknown = server.get(f"{place}/export?to=merged", key=ANNA)
         assert (unknown.status, MODELS[0] in unknown.json()["detail"]) == (422, True)
@@ -235,6 +236,24 @@ def test_one_export_of_an_owner_is_made_at_a_time_and_nothing_is_left_of_one_tha
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
+def test_whoever_has_read_the_last_byte_may_export_again_at_once(
+    server: RunningServer, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although the server may learn only later that it was sent."""
+    place = imported(server, elsewhere.adapter)
+    look_again = _download.Download._look_again
+    free_at_the_end = []
+
+    async def noting(download: _download.Download) -> None:
+        free_at_the_end.append(not server.app.state.services.conversions._owners.amounts())
+        await look_again(download)
+
+    monkeypatch.setattr(_download.Download, "_look_again", noting)
+    assert server.get(f"{place}/export?to=peft", key=ANNA).status == 200
+    until(lambda: free_at_the_end[-2:] == [True, True])  # the last block, and the end
+    assert not any(free_at_the_end[:-2])
+
+
 def test_an_export_that_cannot_be_finished_is_broken_off_and_not_filled_up(
     tmp_path: Path, elsewhere: Elsewhere, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,6 +281,9 @@ def test_the_same_idempotency_key_means_the_same_checkpoint_of_the_same_owner(
     assert first == again
     assert imported(server, elsewhere.adapter, key=BORIS, **same) != first
     assert imported(server, elsewhere.adapter) != first
+    others = [f"base_model={MODELS[0]}&name=other", f"base_model={MODELS[1]}"]
+    places = [imported(server, elsewhere.adapter, query=query, **same) for query in others]
+    assert len({place.split("/")[1] for place in (first, *places)}) == 3
 
 
 def test_an_import_is_a_checkpoint_like_others(server: RunningServer, elsewhere: Elsewhere) -> None:
@@ -338,8 +360,9 @@ def test_settings_that_are_no_plain_lora_are_refused_by_their_name(
             {FIRST: torch.zeros(257, 32), FIRST.replace("lora_A", "lora_B"): torch.zeros(32, 257)},
             "has rank 257, and ranks go from 1 to 256",
         ),
+        ({FIRST: torch.zeros(0, 32), FIRST.replace("lora_A", "lora_B"): torch.zeros(32, 0)}, "do not belong together"),
     ],
-    ids=["shape", "infinite", "integers", "half", "embedding", "norm", "rank"],
+    ids=["shape", "infinite", "integers", "half", "embedding", "norm", "rank", "no rank"],
 )
 def test_tensors_that_do_not_fit_are_refused_by_their_name(
     server: RunningServer, elsewhere: Elsewhere, tmp_path: Path, tensors: dict[str, torch.Tensor], complaint: str
@@ -377,6 +400,15 @@ def test_a_file_that_is_no_safetensors_file_is_refused(
     answer = send(server, packed(tmp_path / "adapter"))
     assert answer.status == 422, answer
     assert left_in(server) == before
+
+
+def test_settings_that_are_nested_too_deeply_are_refused(
+    server: RunningServer, elsewhere: Elsewhere, tmp_path: Path
+) -> None:
+    shutil.copytree(elsewhere.adapter, tmp_path / "adapter")
+    (tmp_path / "adapter" / NAMES[0]).write_bytes(b'{"a": ' * 100_000)
+    answer = send(server, packed(tmp_path / "adapter"))
+    assert (answer.status, "adapter_config.json is nested too deeply" in answer.json()["detail"]) == (422, True), answer
 
 
 def hostile(kind: bytes) -> bytes:
@@ -439,6 +471,7 @@ def test_an_owner_without_room_and_a_full_disk_are_told_before_anything_is_kept(
     with serving(tmp_path / "state", elsewhere.base, max_checkpoint_bytes=10_000) as server:
         answer = send(server, packed(elsewhere.adapter))
         assert (answer.status, "over the limit" in answer.json()["detail"]) == (422, True), answer
+        assert server.get("training_runs", key=ANNA).json()["training_runs"] == [], "an empty run was left behind"
         monkeypatch.setattr("tinsmith.server.store.reserve.free_bytes", lambda folder: 1000)
         answer = send(server, packed(elsewhere.adapter))
         assert (answer.status, "has no room for" in answer.json()["detail"]) == (422, True), answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, cast
 
 import pytest
@@ -77,6 +78,8 @@ def test_the_token_that_ends_a_sample_is_no_part_of_it() -> None:
         ('Well.\n<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>', "Well.", ["f", "g"]),
         ('<tool_call>{"name": "f", "arguments": </tool_call>', None, []),
         ('<tool_call>{"name": 3}</tool_call>', None, []),
+        ('<tool_call>{"name": "f", "arguments": {"a": "</tool_call>"}}</tool_call>.', ".", ["f"]),
+        ('<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 100_000 + "}}</tool_call>", None, []),
     ],
 )
 def test_calls_of_tools_are_found_in_what_was_written(text: str, content: str | None, names: list[str]) -> None:
@@ -84,6 +87,12 @@ def test_calls_of_tools_are_found_in_what_was_written(text: str, content: str | 
     assert left == (text if content is None else content)
     assert [call["function"]["name"] for call in calls] == names
     assert len({call["id"] for call in calls}) == len(calls)
+
+
+def test_beginnings_of_calls_without_an_end_take_little_time() -> None:
+    text, begun = "<tool_call>{}" * 20_000, time.process_time()
+    assert tool_calls.find(text, "x") == (text, [])
+    assert time.process_time() - begun < 1.0
 
 
 def complete(talking: Talking, **body: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -16,8 +15,7 @@ from tinsmith.server.openai.choices import Choice, Ending, Piece, Scored
 from tinsmith.server.openai.events import END, KEEP_ALIVE, event
 from tinsmith.server.openai.plan import Plan
 from tinsmith.server.openai.requests import ChatCompletionRequest, CompletionRequest
-from tinsmith.server.routes._call import ASK_AGAIN_SECONDS, Call
-from tinsmith.server.store import StoreUnavailableError
+from tinsmith.server.routes._call import Call
 from tinsmith.server.streams import RedrawnError
 from tinsmith.types import SampledSequence, SampleResponse
 
@@ -46,7 +44,6 @@ class Answer(ABC):
         self._begun: set[int] = set()
         """The choices of which something was told."""
         self._token_texts: dict[int, str] = {}
-        self._looked_at = time.monotonic()
         self._head = {
             "id": f"{self.prefix}-{asking.request_id}",
             "created": int(time.time()),
@@ -108,7 +105,7 @@ class Answer(ABC):
     async def _chunks(self) -> AsyncIterator[bytes]:
         responses: list[SampleResponse] = []
         async for news in self._asking.drawn(KEEP_ALIVE_SECONDS):
-            await self._check_key()
+            await self._asking.check_key()
             if news is None:
                 yield KEEP_ALIVE
                 continue
@@ -144,14 +141,6 @@ class Answer(ABC):
     def _chunk(self, choice: dict[str, Any]) -> bytes:
         usage = {"usage": None} if self._wants_usage else {}
         return event({**self._head, "object": self.chunk_kind, "choices": [choice], **usage})
-
-    async def _check_key(self) -> None:
-        """It may have been revoked since the stream began. What cannot be asked now is asked again."""
-        if time.monotonic() - self._looked_at < ASK_AGAIN_SECONDS:
-            return
-        with contextlib.suppress(StoreUnavailableError, TimeoutError):
-            await self._call.check_again()
-        self._looked_at = time.monotonic()
 
     # Tokens
 
@@ -211,6 +200,8 @@ class CompletionAnswer(Answer):
         super().__init__(call, plan, asking, asked)
         self._is_echoed = bool(asked.echo)
         self._has_top = bool(asked.logprobs)
+        self._echoes: dict[int, Piece] = {}
+        """By the number of the prompt."""
 
     def _whole(self, index: int, piece: Piece, sequence: SampledSequence, response: SampleResponse) -> dict[str, Any]:
         echoed = self._echo(index, response) if self._is_echoed else Piece("", [])
@@ -220,7 +211,7 @@ class CompletionAnswer(Answer):
 
     def _delta(self, index: int, piece: Piece, *, is_first: bool) -> dict[str, Any]:
         if is_first and self._is_echoed:
-            piece = Piece(self._plan.text.decode(self._prompt(index)) + piece.text, piece.scored)
+            piece = Piece(self._echo(index).text + piece.text, piece.scored)
         return self._choice(index, piece, None)
 
     def _end(self, index: int, finish_reason: str) -> dict[str, Any]:
@@ -234,13 +225,16 @@ class CompletionAnswer(Answer):
             "logprobs": self._scores(piece.scored) if self._plan.is_scored else None,
         }
 
-    def _prompt(self, index: int) -> list[int]:
-        return self._plan.prompts[index // len(self._choices[0])]
+    def _echo(self, index: int, response: SampleResponse | None = None) -> Piece:
+        """What a choice begins with: the same for all of its prompt."""
+        number = index // len(self._choices[0])
+        if number not in self._echoes:
+            self._echoes[number] = self._as_sampled(self._plan.prompts[number], response)
+        return self._echoes[number]
 
-    def _echo(self, index: int, response: SampleResponse) -> Piece:
+    def _as_sampled(self, prompt: list[int], response: SampleResponse | None) -> Piece:
         """The prompt as if it had been sampled. Nothing foretells its first token."""
-        prompt = self._prompt(index)
-        if not self._plan.is_scored:
+        if response is None or not self._plan.is_scored:
             return Piece(self._plan.text.decode(prompt), [])
         logprobs = response.prompt_logprobs or [None] * len(prompt)
         topk = response.topk_prompt_logprobs or [None] * len(prompt)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from tinsmith.server.models import ModelFacts
 from tinsmith.server.openai.errors import Refused
 from tinsmith.server.openai.places import Seat
 from tinsmith.server.quotas import OverLimitError
-from tinsmith.server.routes._call import Call
+from tinsmith.server.routes._call import ASK_AGAIN_SECONDS, Call
 from tinsmith.server.routes._submit import accept, give_up
 from tinsmith.server.store import StoreUnavailableError, ids
 from tinsmith.server.store.records import Done, Failed, NewJob, Status
@@ -61,6 +62,7 @@ class Asking:
         self._submitted: list[Part] = []
         self._outcomes: list[asyncio.Task[SampleResponse]] = []
         self._held = contextlib.ExitStack()
+        self._looked_at = time.monotonic()
 
     def _part(self, call: Call, seat: Seat, facts: ModelFacts, request: SampleJob) -> Part:
         number, sampler = next(seat.numbers), seat.sampler
@@ -134,15 +136,26 @@ class Asking:
         try:
             pending = set(self._outcomes)
             while pending:
-                done, _ = await asyncio.wait({*pending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    {*pending, leaving}, timeout=ASK_AGAIN_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
                 if leaving in done:
                     raise ClientDisconnect
                 pending -= done
                 for outcome in done:
                     outcome.result()  # the first that fails is enough
+                await self.check_key()
             return [outcome.result() for outcome in self._outcomes]
         finally:
             leaving.cancel()
+
+    async def check_key(self) -> None:
+        """It may have been revoked since the request came. What cannot be asked now is asked again."""
+        if time.monotonic() - self._looked_at < ASK_AGAIN_SECONDS:
+            return
+        with contextlib.suppress(StoreUnavailableError, TimeoutError):
+            await self._call.check_again()
+        self._looked_at = time.monotonic()
 
     async def drawn(self, patience: float) -> AsyncIterator[News | None]:
         """What is new, as it comes; `None` if nothing comes for long."""

@@ -40,7 +40,7 @@ async def chat_completions(call: Call) -> Response:
     asked.check()
     plan = await plan_chat(call, asked)
     asking = await _submitted(call, plan)
-    return await _answered(call, asking, ChatAnswer(call, plan, asking, asked), is_streamed=bool(asked.stream))
+    return await _answered(call, plan, asking, ChatAnswer(call, plan, asking, asked), is_streamed=bool(asked.stream))
 
 
 async def completions(call: Call) -> Response:
@@ -49,7 +49,8 @@ async def completions(call: Call) -> Response:
     asked.check()
     plan = await plan_completion(call, asked)
     asking = await _submitted(call, plan)
-    return await _answered(call, asking, CompletionAnswer(call, plan, asking, asked), is_streamed=bool(asked.stream))
+    answer = CompletionAnswer(call, plan, asking, asked)
+    return await _answered(call, plan, asking, answer, is_streamed=bool(asked.stream))
 
 
 async def _submitted(call: Call, plan: Plan) -> Asking:
@@ -59,7 +60,7 @@ async def _submitted(call: Call, plan: Plan) -> Asking:
     return asking
 
 
-async def _answered(call: Call, asking: Asking, answer: Answer, *, is_streamed: bool) -> Response:
+async def _answered(call: Call, plan: Plan, asking: Asking, answer: Answer, *, is_streamed: bool) -> Response:
     if is_streamed:
         return EventStream(answer.events(), asking.too_slow, asking.close, asking.request_id)
     try:
@@ -67,7 +68,8 @@ async def _answered(call: Call, asking: Asking, answer: Answer, *, is_streamed: 
     finally:
         await asking.close()
     await call.check_again()
-    size = _BYTES_OF_A_TOKEN * sum(len(each.tokens) for response in responses for each in response.sequences)
+    sampled = sum(len(each.tokens) for response in responses for each in response.sequences)
+    size = _BYTES_OF_A_TOKEN * plan.num_told(sampled)
     response = await call.worked(size, lambda: reply_plain(answer.whole(responses)))
     response.headers["x-request-id"] = asking.request_id
     return response

@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 _CHARACTERS_OF_A_TOKEN = 128
 """No text has more for each of its tokens, except for runs of spaces; so what is much longer need not be counted."""
+_CHARACTERS_AT_ONCE = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,24 @@ class Plan:
     """One for each prompt."""
     is_scored: bool
     """Whether log-probabilities are wanted."""
+    is_echoed: bool = False
+    """Whether each choice begins with its prompt."""
 
     def __post_init__(self) -> None:
-        if not self.is_scored:
-            return
-        scores = sum(map(_most_scores, self.jobs))
-        if scores > MAX_SCORES:
+        sampled = sum(job.num_samples * (job.sampling_params.max_tokens or 0) for job in self.jobs)
+        if self.is_scored and (scores := self.num_told(sampled)) > MAX_SCORES:
             problem = f"may come to {scores:,}, and at most {MAX_SCORES:,} are told at once: lower n, max_tokens or top"
             raise invalid("logprobs", problem)
+        if (echoed := self._num_echoed) > MAX_SCORES:
+            raise invalid("echo", f"comes to {echoed:,} tokens, and at most {MAX_SCORES:,} are told at once: lower n")
+
+    @property
+    def _num_echoed(self) -> int:
+        return sum(job.num_samples * job.prompt.length for job in self.jobs) if self.is_echoed else 0
+
+    def num_told(self, num_sampled: int) -> int:
+        """Of so many sampled tokens, with the prompts where they are echoed, and those that are told beside each."""
+        return (num_sampled + self._num_echoed) * (1 + self.jobs[0].topk_sample_logprobs)
 
     def choices(self) -> list[list[Choice]]:
         """Those of each prompt, nothing in them yet."""
@@ -62,8 +73,6 @@ class Plan:
 async def plan_chat(call: Call, asked: ChatCompletionRequest) -> Plan:
     source, facts = await sources.find(call, asked.model)
     text, conversation = call.services.texts.of(facts.name), asked.conversation()
-    for message in conversation:
-        _check_size("messages", message["content"], facts)
 
     def render() -> tuple[list[int], int | None]:
         if not text.tokenizer.chat_template:
@@ -72,8 +81,9 @@ async def plan_chat(call: Call, asked: ChatCompletionRequest) -> Plan:
                 f"has no chat template: {facts.name} was not made for conversations. Use /v1/completions, or have a "
                 "chat_template.jinja put among its files",
             )
-        options = asked.chat_template_kwargs or {}
-        return text.render(conversation, asked.offered, **options), text.tokenizer.eos_token_id
+        rendered = text.render(conversation, asked.offered, asked.chat_template_kwargs or {})
+        _check_size("messages", rendered, facts)
+        return text.encode(rendered, add_special=False), text.tokenizer.eos_token_id
 
     prompt, end_of_turn = await in_thread(call, render)
     limit = asked.limit
@@ -91,6 +101,7 @@ async def plan_completion(call: Call, asked: CompletionRequest) -> Plan:
     text, given = call.services.texts.of(facts.name), asked.prompts()
     for each in given:
         _check_size("prompt", each, facts)
+    _check_sizes(given, facts)
 
     def encode() -> list[list[int]]:
         tokenizer = text.tokenizer  # also for tokens: what is sampled is told as text
@@ -115,7 +126,8 @@ async def plan_completion(call: Call, asked: CompletionRequest) -> Plan:
         )
         for prompt in prompts
     ]
-    return Plan(source, facts, text, Ending(facts.eos_token_ids, asked.stops), prompts, jobs, top is not None)
+    ending = Ending(facts.eos_token_ids, asked.stops)
+    return Plan(source, facts, text, ending, prompts, jobs, top is not None, is_echoed)
 
 
 def _job(
@@ -140,10 +152,6 @@ def _job(
     )
 
 
-def _most_scores(job: SampleJob) -> int:
-    return (job.sampling_params.max_tokens or 0) * job.num_samples * (1 + job.topk_sample_logprobs)
-
-
 def _check_size(param: str, given: str | list[int], facts: ModelFacts) -> None:
     """Before it is made into tokens, which takes time and memory."""
     if isinstance(given, str) and len(given) > _CHARACTERS_OF_A_TOKEN * facts.max_context:
@@ -152,6 +160,15 @@ def _check_size(param: str, given: str | list[int], facts: ModelFacts) -> None:
             f"has a text of {len(given):,} characters; {facts.name} takes {facts.max_context:,} tokens",
             "context_length_exceeded",
         )
+
+
+def _check_sizes(given: Sequence[str | list[int]], facts: ModelFacts) -> None:
+    """Of all together. Many short ones are as good as a long one, however little the model reads at once."""
+    length = sum(len(each) for each in given if isinstance(each, str))
+    most = max(_CHARACTERS_AT_ONCE, _CHARACTERS_OF_A_TOKEN * facts.max_context)
+    if length > most:
+        problem = f"has texts of {length:,} characters; at most {most:,} are taken at once. Send several requests"
+        raise invalid("prompt", problem)
 
 
 def _check_length(prompt: str, max_tokens: str, length: int, limit: int, facts: ModelFacts) -> None:

@@ -256,6 +256,6 @@ def _function(function: object) -> object:
         return function
     try:
         arguments = msgspec.json.decode(function["arguments"])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return function
     return {**function, "arguments": arguments} if isinstance(arguments, dict) else function

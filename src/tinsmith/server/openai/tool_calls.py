@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+_BEGIN = re.compile(r"<tool_call>\s*(?=\{)")
+_END = re.compile(r"(?<=\})\s*</tool_call>")
 
 
 class _Call(msgspec.Struct):
@@ -20,14 +21,19 @@ class _Call(msgspec.Struct):
 
 def find(text: str, identity: str) -> tuple[str, list[dict[str, Any]]]:
     """The text around the calls, and the calls; all of it is text if one of them cannot be read."""
-    try:
-        calls = [msgspec.json.decode(found, type=_Call) for found in _CALL.findall(text)]
-    except msgspec.DecodeError:
-        return text, []
-    if not calls:
-        return text, []
-    told = [_told(call, f"call_{identity}_{number}") for number, call in enumerate(calls)]
-    return _CALL.sub("", text).strip(), told
+    around: list[str] = []
+    told: list[dict[str, Any]] = []
+    place = 0
+    # Not as one pattern, which would look for the end anew from every beginning.
+    while (begin := _BEGIN.search(text, place)) and (end := _END.search(text, begin.end())):
+        try:
+            call = msgspec.json.decode(text[begin.end() : end.start()], type=_Call)
+            told.append(_told(call, f"call_{identity}_{len(told)}"))
+        except (msgspec.DecodeError, RecursionError):
+            return text, []
+        around.append(text[place : begin.start()])
+        place = end.end()
+    return "".join([*around, text[place:]]).strip() if told else text, told
 
 
 def _told(call: _Call, identity: str) -> dict[str, Any]:

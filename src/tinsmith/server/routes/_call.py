@@ -139,7 +139,11 @@ async def identified(request: Request, services: Services) -> Caller:
     """Who is asking, by the credential that was sent along."""
     credential = request.headers.get("x-api-key") or _bearer(request)
     if not credential:
-        raise status_error(401, "The header X-API-Key is missing. Set TINKER_API_KEY.")
+        raise status_error(
+            401,
+            "There is no API key in the header X-API-Key, nor as a bearer token. Set TINKER_API_KEY, or "
+            "OPENAI_API_KEY.",
+        )
     caller = await services.door.caller(credential)
     if caller is None:
         raise status_error(

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from contextlib import ExitStack
-from pathlib import Path
 
+from starlette.concurrency import iterate_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from tinsmith.errors import APIStatusError, MissingExtraError
-from tinsmith.export import FORMS, PEFT, Adapter, Story, export_files
+from tinsmith.export import FORMS, PEFT, Adapter, BaseModel, Story, export_files
 from tinsmith.server import audit
-from tinsmith.server.checks import check_base_model, refuse
+from tinsmith.server.checks import check_base_of, refuse
 from tinsmith.server.engine.adapter_facts import check_sound
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.exporting import ExportArchive
@@ -39,23 +40,25 @@ async def export_checkpoint(call: Call) -> Response:
 
     with ExitStack() as held:
         held.enter_context(call.services.open_requests.one_more(call.owner))
-        held.enter_context(call.services.conversions.one_more(call.owner))
+        conversion = held.enter_context(ExitStack())
+        conversion.enter_context(call.services.conversions.one_more(call.owner))
         archive = await asyncio.to_thread(_archive, call, checkpoint, form)
         await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", checkpoint.key, to=form))
         length = {"content-length": str(archive.size_bytes)}
-        answer = StreamingResponse(archive, headers=length, media_type=tar.CONTENT_TYPE)
+        answer = StreamingResponse(_blocks(archive, conversion), headers=length, media_type=tar.CONTENT_TYPE)
         return Download(answer, may_read, held.pop_all(), call.owner)
 
 
 def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     """Whatever is wrong with it is found here, before anything is sent."""
     path = checkpoint.key.tinker_path
-    base_folder = None if form == PEFT else _base_folder(call, checkpoint)
+    facts = None if form == PEFT else check_base_of(checkpoint, call.services.models)
     story = Story(checkpoint.base_model, path, call.request.query_params.get("data_note", ""))
     folder = call.services.folders.folder(path)
     try:
         check_sound(folder)
-        files = export_files(form, Adapter(folder), base_folder, story)
+        base = None if facts is None else BaseModel(facts.folder, facts.name)
+        files = export_files(form, Adapter(folder), base, story)
     except FileNotFoundError:  # deleted in this moment
         raise status_error(404, f"There is no checkpoint {path}.") from None
     except DamagedError as error:
@@ -65,8 +68,14 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     return ExportArchive(checkpoint.key.name, files)
 
 
-def _base_folder(call: Call, checkpoint: Checkpoint) -> Path:
-    return check_base_model(checkpoint.base_model, call.services.models).folder
+async def _blocks(archive: ExportArchive, conversion: ExitStack) -> AsyncIterator[bytes]:
+    """The conversion is over when the last block is made: whoever has read that may ask for another one at once."""
+    left = archive.size_bytes
+    async for block in iterate_in_threadpool(archive):
+        left -= len(block)
+        if not left:
+            conversion.close()
+        yield block
 
 
 ENDPOINTS = (Endpoint("GET", f"{CHECKPOINT}/export", export_checkpoint),)

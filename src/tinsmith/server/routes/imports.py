@@ -33,7 +33,8 @@ async def import_weights(call: Call) -> Response:
     """Keep a PEFT adapter, a tar of its two files, as a checkpoint (`base_model`, `name`) of a new run."""
     query = call.request.query_params
     facts = check_base_model(query.get("base_model", ""), call.services.models)
-    key = CheckpointKey(run_id=_run_id(call), kind="weights", name=check_name(query.get("name", "imported")))
+    name = check_name(query.get("name", "imported"))
+    key = CheckpointKey(run_id=_run_id(call, facts.name, name), kind="weights", name=name)
     if await find_checkpoint(call, key) is None:
         await check_disk(call)
         call.services.paperwork.charge(call.owner, 0)
@@ -43,7 +44,7 @@ async def import_weights(call: Call) -> Response:
 
 
 async def _import(call: Call, facts: ModelFacts, key: CheckpointKey) -> None:
-    base = await asyncio.to_thread(BaseModel, facts.folder)
+    base = await asyncio.to_thread(BaseModel, facts.folder, facts.name)
     folders = call.services.folders
     scratch = await call.stored(folders.make_scratch, key.tinker_path)
     try:
@@ -88,19 +89,19 @@ def _record(call: Call, adoption: Adoption, facts: ModelFacts, key: CheckpointKe
         size_bytes=size,
         request_id=key.run_id,
     )
-    call.store.models.create(run)
     call.store.checkpoints.save(
         checkpoint,
         most_bytes=call.services.config.max_checkpoint_bytes,
         event=audit.done(call, "checkpoint_import", key),
+        run=run,
     )
 
 
-def _run_id(call: Call) -> str:
-    """The same idempotency key means the same run, so that nothing is imported twice."""
+def _run_id(call: Call, base_model: str, name: str) -> str:
+    """The same idempotency key means the same run for the same request, so that nothing is imported twice."""
     key = call.request.headers.get("x-idempotency-key") or secrets.token_hex()
-    # As JSON, in which no other owner with another key makes the same text.
-    return f"import-{hashlib.sha256(json.encode([call.owner, key])).hexdigest()[:24]}"
+    # As JSON, in which nothing else makes the same text.
+    return f"import-{hashlib.sha256(json.encode([call.owner, key, base_model, name])).hexdigest()[:24]}"
 
 
 ENDPOINTS = (Endpoint("POST", "/api/v1/import_weights", import_weights, gives=ImportWeightsResponse),)

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checks import MAX_SAMPLES, check_base_model, check_sampler, check_sampling, refuse
+from tinsmith.server.checks import MAX_SAMPLES, check_base_model, check_base_of, check_sampler, check_sampling, refuse
 from tinsmith.server.routes._call import Call, Endpoint, parse_json, reply, reply_plain, status_error
 from tinsmith.server.routes._found import checkpoint_at, open_session, sampler_named
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, object_in, text_field
@@ -63,7 +63,7 @@ def _base_model(call: Call, asked: str | None, checkpoint: Checkpoint | None) ->
     if checkpoint is not None:
         if asked not in (None, checkpoint.base_model):
             raise refuse("base_model", f"is {asked!r}, but those weights belong to {checkpoint.base_model!r}")
-        asked = checkpoint.base_model
+        return check_base_of(checkpoint, call.services.models).name
     if asked is None:
         raise refuse("base_model", "or model_path must be given")
     return check_base_model(asked, call.services.models).name

@@ -11,13 +11,14 @@ import sqlalchemy as sa
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store.audit import note, noted
 from tinsmith.server.store.database import Database, Row
-from tinsmith.server.store.models import lora, lora_values, project
+from tinsmith.server.store.models import insert_model, lora, lora_values, project
 from tinsmith.server.store.records import (
     Checkpoint,
     CheckpointKey,
     CheckpointKind,
     NewCheckpoint,
     NewEvent,
+    NewModel,
     Page,
     Storage,
 )
@@ -39,8 +40,9 @@ class Checkpoints:
         overwrite: bool = False,
         most_bytes: int | None = None,
         event: NewEvent | None = None,
+        run: NewModel | None = None,
     ) -> Checkpoint:
-        """Enter a checkpoint whose files are in place.
+        """Enter a checkpoint whose files are in place, together with the run that is made for it.
 
         A name that is taken is refused, unless `overwrite` says to replace it (metadata and time to live included, and
         it is no longer public) or the same job wrote it before. So is one with which its owner would keep more than
@@ -59,6 +61,8 @@ class Checkpoints:
                 raise name_taken(checkpoint.key)
             if most_bytes is not None and (used := self._kept_bytes(connection, checkpoint.owner)) > most_bytes:
                 raise NoRoomError(used - checkpoint.size_bytes, checkpoint.size_bytes, most_bytes)
+            if run is not None:
+                insert_model(self._database, connection, run, row.created)
             if event is not None:
                 note(connection, event, row.created)
             return _checkpoint(row)

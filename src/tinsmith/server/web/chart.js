@@ -224,8 +224,11 @@ export class Chart {
     }
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
+    let last = "";
     for (const mark of ticks(from, to, Math.max(2, Math.round((width - LEFT) / 90)))) {
       const text = this.options.formatX(mark);
+      if (text === last) continue; // finer than what it is rounded to
+      last = text;
       const half = pen.measureText(text).width / 2;
       pen.fillText(text, Math.min(width - half - 2, x(mark)), height - 5);
     }

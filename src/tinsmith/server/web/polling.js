@@ -17,6 +17,7 @@ export async function poll(work, seconds, signal) {
     } catch (error) {
       if (signal.aborted || error.status === 401) return;
       if (!(error instanceof Refused || error instanceof Unreachable)) throw error;
+      if (error.status === 404) return tell(error.message); // it will not come by itself
       const pause = Math.min(LONGEST, Math.max(seconds * 2 ** failures, error.retryAfter ?? 0));
       failures += 1;
       tell(`${error.message} Trying again in ${Math.round(pause)} s.`);
