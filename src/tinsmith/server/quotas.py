@@ -94,7 +94,7 @@ class Paperwork:
         if excess := self._used.excess(owner, more):
             raise OverLimitError(
                 "records",
-                f"Too much was refused, opened, cancelled or changed by this owner lately: "
+                f"Too much was refused, opened, cancelled, logged or changed by this owner lately: "
                 f"{self._used[owner] / _MIB:,.1f} MiB of records, of which {self._used.most / _MIB:,.1f} MiB are kept "
                 f"for an owner and {ALL_OWNERS} times as much for all. Every second there is room for "
                 f"{self._rate / 1024:,.1f} KiB more.",

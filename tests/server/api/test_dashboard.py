@@ -204,12 +204,12 @@ def test_a_model_has_so_many_names_and_no_more(server: RunningServer) -> None:
 def test_to_log_too_much_is_refused_with_a_time_to_come_again(keyed: RunningServer) -> None:
     model_id = keyed.model(key=ANNA)
     owner = keyed.store.keys.all()[0].owner
-    paperwork = keyed.app.state.services.paperwork
-    paperwork._used.add(owner, 2 * paperwork._used.most)
+    logged_metrics = keyed.app.state.services.logged_metrics
+    logged_metrics._used.add(owner, 2 * logged_metrics._used.most)
     try:
         refused = keyed.post("log_metrics", {"model_id": model_id, "metrics": {"a": 1}}, key=ANNA)
     finally:
-        paperwork._used.add(owner, -2 * paperwork._used.most)
+        logged_metrics._used.add(owner, -2 * logged_metrics._used.most)
     assert refused.status == 429
     assert int(refused.headers["retry-after"]) > 0
 
