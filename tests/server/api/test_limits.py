@@ -151,6 +151,8 @@ def test_a_key_keeps_so_much_and_no_more(tmp_path: Path) -> None:
         for number, endpoint in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), 2):
             assert "the checkpoints of this owner take up" in save(endpoint, number, path="more")["error"]
         assert server.post("copy_weights", {"source_path": path}, key=KEYS[0]).status == 422
+        runs = server.get("training_runs", key=KEYS[0]).json()["training_runs"]
+        assert [each["training_run_id"] for each in runs] == [model_id], "what is refused leaves no run"
         assert "sampling_session_id" in save("save_weights_for_sampler", 5, sampling_session_seq_id=0)
         run = f"/api/v1/training_runs/{model_id}/checkpoints"
         assert server.call("DELETE", f"{run}/weights/first", key=KEYS[0]).status == 204

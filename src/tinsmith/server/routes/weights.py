@@ -257,7 +257,6 @@ def _record_copy(
     now = call.store.checkpoints.get(source.key, source.owner)
     if now is None or now.request_id != source.request_id:
         raise FileNotFoundError  # some of the files may be of one checkpoint and some of its successor
-    call.store.models.create(run)
     call.store.checkpoints.save(
         NewCheckpoint(
             key=key,
@@ -272,6 +271,7 @@ def _record_copy(
         ),
         most_bytes=call.services.config.max_checkpoint_bytes,
         event=audit.done(call, "checkpoint_copy", key, source=source.key.tinker_path),
+        run=run,
     )
 
 
