@@ -96,10 +96,10 @@ def test_a_database_out_of_reach_is_a_pause_for_those_who_wait_and_a_503_for_tho
     assert impatient.result(step(impatient, model_id, 2))
     assert poll(impatient, request_id).json()["metrics"]["step"] == 1
     told = [record for record in caplog.records if record.name == "tinsmith.server.waiting"]
-    assert [record.exc_info for record in told] == [None, None]
+    assert {record.exc_info for record in told} == {None}
     assert "so those who wait for results wait on: " in told[0].message
     assert "Is the server" not in told[0].message
-    assert "Work goes on after" in told[1].message
+    assert "Work goes on after" in told[-1].message
 
 
 def test_a_result_that_is_not_there_yet_is_a_408_with_try_again(impatient: RunningServer) -> None:
