@@ -149,6 +149,6 @@ class Places:
                 self._places.pop(beat.owner, None)
 
     async def _end(self, owners: list[str]) -> None:
-        for owner in owners:
-            place = self._places.pop(owner)
+        ended = [(owner, self._places.pop(owner)) for owner in owners]  # at once: who comes back now opens another
+        for owner, place in ended:
             await asyncio.to_thread(self._store.sessions.finish, place.session_id, owner, "success")
