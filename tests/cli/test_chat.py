@@ -223,7 +223,7 @@ def test_an_interrupted_pipe_ends_with_130(user: Program) -> None:
         assert process.stdout.read(1), "an answer begins while it is being written"
         process.send_signal(signal.SIGINT)
         err = process.communicate(timeout=SECONDS)[1]
-    assert process.returncode == 130
+    assert process.returncode == 130, err
     assert "Traceback" not in err
 
 
