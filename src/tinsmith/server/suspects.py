@@ -22,7 +22,7 @@ HELD_UP = 75
 _UNLIMITED = 2**31 - 1  # the largest number that every database compares with a count
 
 MAX_CRASHES = 3
-MAX_KILLS = 5
+MAX_KILLS = 10
 """SIGKILL may come from anybody and be no job's fault, but it is also what a job gets that fills the memory."""
 
 
