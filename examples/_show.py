@@ -50,4 +50,8 @@ def run(main: Callable[..., Any]) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}", type=type(default), default=default, help="default: %(default)r"
         )
-    main(**vars(parser.parse_args()))
+    try:
+        main(**vars(parser.parse_args()))
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        sys.exit(130)

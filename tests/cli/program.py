@@ -13,7 +13,7 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,8 @@ class Terminal:
         end = time.monotonic() + SECONDS
         while self.process.poll() is None and time.monotonic() < end:
             self.process.send_signal(signal.SIGINT)
-            time.sleep(0.2)
+            with suppress(subprocess.TimeoutExpired):  # patiently: a second one would end the program's own end
+                self.process.wait(5)
 
     def end(self) -> Done:
         while self._read():

@@ -115,7 +115,7 @@ def test_a_person_is_told_what_goes_and_asked(
     refused = cli("checkpoint", "delete", stock.training, stock.exported)
     assert refused.code == 1
     assert refused.out == "", "the question is not part of the output"
-    assert f"2 checkpoints (64.8 KB) will be deleted:\n  {stock.training}\n  {stock.exported}\n" in refused.err
+    assert f"2 checkpoints (64.8 KiB) will be deleted:\n  {stock.training}\n  {stock.exported}\n" in refused.err
     assert "Nothing was done" in refused.err
     monkeypatch.setattr("sys.stdin", Person("y\n"))
     assert cli("checkpoint", "delete", stock.training).code == 0

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Stock
-from tests.cli.program import COMMAND, KEY, InProcess, Program, environment, variables_of
+from tests.cli.program import COMMAND, KEY, ROOT, InProcess, Program, environment, variables_of
 from tests.cli.test_listings import a_page
 from tests.support.server import FOREVER, Drop, FakeServer, HalfBody, Hang, Html, Reply
 
@@ -200,6 +200,18 @@ def test_ctrl_c_while_waiting_is_130(program: Program, server: FakeServer) -> No
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
     assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_an_example_with_a_word_and_130() -> None:
+    code = "import signal, _show; _show.run(lambda: (print('ready', flush=True), signal.pause()))"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT / "examples", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (130, "\nInterrupted.\n")
 
 
 # Usage

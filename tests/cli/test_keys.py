@@ -56,6 +56,26 @@ def test_two_keys_open_the_same_things_if_they_have_one_owner(cli: InProcess, st
     assert found[0]["created"].endswith("Z")
 
 
+def test_a_second_key_of_an_owner_needs_another_name(cli: InProcess, state: Path) -> None:
+    owner = cli("-f", "json", "keys", "create", "laptop", "--state", state).json()["owner"]
+    refused = cli("keys", "create", "laptop", "--owner", owner, "--state", state)
+    assert (refused.code, refused.out) == (1, "")
+    assert "There is a key 'laptop' of this owner already; take another name" in refused.err
+    assert cli("keys", "create", "laptop", "--state", state).code == 0, "that of another owner"
+
+
+def test_a_hint_names_the_state_that_the_command_was_about(cli: InProcess, tmp_path: Path) -> None:
+    state = tmp_path / "a state"
+    place = f"--state '{state}'"
+    assert f"tinsmith keys create NAME --owner local {place}" in cli("keys", "create", "one", "--state", state).err
+    for command in (
+        ("keys", "create", "x", "--owner", "ghost"),
+        ("keys", "revoke", "7", "--yes"),
+        ("audit", "--key", "x"),
+    ):
+        assert f"`tinsmith keys list {place}` shows those there are." in cli(*command, "--state", state).err
+
+
 def test_an_owner_that_no_key_has_is_refused(cli: InProcess, state: Path) -> None:
     cli("keys", "create", "ann", "--state", state)
     for owner in ("", "nobody"):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import re
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+import tinsmith
 from tests.cli.conftest import Stock
-from tests.cli.program import InProcess, Program
+from tests.cli.program import KEY, SECONDS, InProcess, Program
 from tests.support.server import FakeServer, Reply
 from tinsmith.cli import shown
 
@@ -163,7 +168,7 @@ def test_checkpoints_are_listed_for_people_and_programs(cli: InProcess, stock: S
     table = cli("checkpoint", "list").out
     assert headings(table) == ["Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path"]
     assert "Never" in table
-    assert "64.0 KB" in table
+    assert "64.0 KiB" in table
     document = cli("-f", "json", "checkpoint", "list", "--limit", "2").json()
     assert [one["tinker_path"] for one in document["checkpoints"]] == [stock.exported, stock.sampler]
     assert (document["total"], document["shown"]) == (3, 2)
@@ -190,11 +195,15 @@ def test_one_checkpoint_is_shown_with_what_is_known_of_its_run(
     assert "Training Run ID" in cli("checkpoint", "info", stock.training).out
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error_with_the_next_step(cli: InProcess, stock: Stock) -> None:
+def test_a_checkpoint_that_is_not_there_is_an_error_with_the_next_step(
+    cli: InProcess, stock: Stock, server: FakeServer
+) -> None:
     done = cli("checkpoint", "info", f"tinker://{stock.run_id}/weights/nix")
     assert done.code == 1
     assert done.err.startswith("Error: Resource not found\n")
     assert f"tinsmith checkpoint list --run-id {stock.run_id}" in done.err
+    done = cli("--base-url", server.url, "checkpoint", "info", f"tinker://{stock.run_id}/weights/nix")
+    assert f"tinsmith --base-url {server.url} checkpoint list --run-id {stock.run_id}" in done.err
 
 
 def test_a_text_that_is_no_checkpoint_path_is_wrong_usage(cli: InProcess, server: FakeServer) -> None:
@@ -254,7 +263,36 @@ def test_times_are_told_in_words_as_long_as_they_are_near(ahead: timedelta, text
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(None, "N/A"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KB"), (5 * 1024**3, "5.0 GB"), (1 << 52, "4096.0 TB")],
+    [(None, "N/A"), (0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 * 1024**3, "5.0 GiB"), (1 << 52, "4096.0 TiB")],
 )
 def test_sizes_are_told_in_units_of_1024(num_bytes: int | None, text: str) -> None:
     assert shown.size(num_bytes) == text
+
+
+# A narrow terminal
+
+
+def on_80_columns(program: Program, *arguments: str) -> list[str]:
+    """The lines that a command prints there."""
+    ours, theirs = pty.openpty()
+    try:
+        with program.start(*arguments, stdout=theirs) as process:
+            os.close(theirs)
+            seen = b""
+            with suppress(OSError):  # how Linux says that nobody is at the other end
+                while piece := os.read(ours, 65536):
+                    seen += piece
+            assert process.wait(SECONDS) == 0
+    finally:
+        os.close(ours)
+    return re.sub(r"\x1b\[[\d;]*m", "", seen.decode()).splitlines()
+
+
+def test_a_path_is_not_folded_on_a_narrow_terminal(program: Program, stock: Stock, server: FakeServer) -> None:
+    with tinsmith.ServiceClient(base_url=server.url, api_key=KEY) as client:
+        trainer = client.create_lora_training_client("tiny/model-1")
+        path = trainer.save_state("the-one-that-we-shall-want-to-find-again").result().path
+    listed = on_80_columns(program, "checkpoint", "list")
+    assert {stock.training, stock.sampler, stock.exported, path} <= set(listed), "each on a line of its own"
+    assert max(len(line) for line in listed if "│" in line) <= 80
+    assert any(line.endswith(f" {path}") for line in on_80_columns(program, "checkpoint", "info", path))

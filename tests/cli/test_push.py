@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +36,18 @@ def test_a_checkpoint_becomes_a_private_repository_with_a_card(uploader: Program
     assert f"tinker_path: {stock.exported}\n" in hub.repositories[REPO]["README.md"].decode()
     assert hub.public == set()
     assert hub.messages == ["First"]
+
+
+def test_the_card_is_that_of_an_export_as_far_as_the_settings_tell(
+    uploader: Program, hub: Hub, stock: Stock, server: FakeServer
+) -> None:
+    settings = {"r": 8, "lora_alpha": 32, "target_modules": ["q_proj", "<b>"]}
+    server.api.external_files["adapter_config.json"] = json.dumps(settings).encode()
+    assert uploader("checkpoint", "push-hf", stock.training).code == 0
+    card = hub.repositories[REPO]["README.md"].decode()
+    assert card.startswith("---\nbase_model: tiny/model-1\nlibrary_name: peft\n")
+    assert "| rank | 8 |\n| alpha | 32 |\n| trained modules | `q_proj` |\n| checkpoint | " in card
+    assert f'PeftModel.from_pretrained(model, "{REPO}")' in card
 
 
 def test_what_everybody_sees_needs_public(uploader: Program, hub: Hub, stock: Stock) -> None:

@@ -16,6 +16,8 @@ from tests.server.tiny_models import save_model
 from tests.support.tiny_tokenizer import byte_level_bpe
 
 MODEL = "tiny/model-1"
+END = 2
+"""The tiny models' token that ends a text, which their tokenizer calls <|im_end|>."""
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +96,17 @@ def test_a_model_and_a_checkpoint_continue_a_text(user: Program, checkpoint: str
     from_stdin = user("sample", "-", "--checkpoint", taught, *options, input="A tinsmith")
     assert from_stdin.code == 0
     assert from_stdin.out.startswith("--- 1 of 2 ---\n")
+
+
+def test_the_token_that_ends_a_text_is_shown_to_those_who_ask_for_it(user: Program) -> None:
+    """At a high temperature every token is as likely as the others, so this one comes soon."""
+    command = ("sample", "A tinsmith", "--temperature", "100", "--seed", "5", "--max-tokens", "500")
+    assert not user(*command).out.endswith("<|im_end|>\n")
+    assert user(*command, "--special-tokens").out.endswith("<|im_end|>\n")
+    (sample,) = user("-f", "json", *command).json()["samples"]
+    assert sample["stop_reason"] == "stop"
+    assert not sample["text"].endswith("<|im_end|>")
+    assert sample["tokens"][-1] == END, "they are told whole"
 
 
 def test_what_somebody_else_has_published_can_be_looked_at(user: Program, running: ServerProcess) -> None:

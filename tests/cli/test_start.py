@@ -108,6 +108,20 @@ def test_the_module_is_the_program(home: Path) -> None:
     assert "Usage: tinsmith run " in done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["trian"], "No such command 'trian'. Did you mean 'train'?"),
+        (["checkpoint", "lst"], "No such command 'lst'. Did you mean 'list'?"),
+        (["zzzz"], "No such command 'zzzz'."),
+    ],
+)
+def test_a_mistyped_command_is_told_with_what_may_have_been_meant(cli: InProcess, words: list[str], told: str) -> None:
+    done = cli(*words)
+    assert done.code == 2
+    assert done.err.endswith(f"Error: {told}\n")
+
+
 def test_help_is_not_an_error(program: Program) -> None:
     done = program("run", "list", "-h")
     assert (done.code, done.err) == (0, "")

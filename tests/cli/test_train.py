@@ -96,6 +96,8 @@ def test_the_loss_falls_and_the_result_can_be_sampled(user: Program, running: Se
     assert lines[0].startswith("23 steps, loss ")
     sampler, state = lines[1].split()[-1], lines[2].split()[-1]
     assert "/sampler_weights/words" in sampler
+    (run,) = json.loads(running.call("GET", "/dashboard/api/runs?limit=1").body)["runs"]
+    assert run["session_name"] == "words"
     assert "/weights/words-000023" in state
     assert f"  tinsmith chat {sampler}" in lines
     assert any(line.startswith(f"  tinsmith checkpoint export {state} ") for line in lines)
@@ -314,11 +316,12 @@ def test_what_is_too_long_for_the_model_is_refused_or_cut(user: Program, data: P
     ("arguments", "code", "told"),
     [
         (("--model", "nobody/nothing"), 1, f"cannot train 'nobody/nothing'.\nChoose one with --model: {MODEL}\n"),
+        (("--model", "tiny/modle-1"), 1, f"cannot train 'tiny/modle-1'.\nDid you mean '{MODEL}'? Choose one with"),
         (("--steps", "3", "--warmup", "3"), 1, "warmup is 3; it must be less than the 3 steps."),
         (("--eval-split", "0.01"), 1, "An eval-split of 0.01 leaves 24 of 24 examples for training and 0 for"),
         (("--steps", "3", "--epochs", "3"), 2, "Give either --epochs or --steps."),
         (("--eval-split", "0.5", "--eval-data", "words.jsonl"), 2, "Give either --eval-split or --eval-data."),
-        (("--learning-rate", "0"), 2, "--learning-rate"),
+        (("--lr", "0"), 2, "--learning-rate"),
         (("--schedule", "square"), 2, "--schedule"),
         (("--wandb", "ships"), 1, "--wandb needs the package 'wandb'. Install it with: pip install wandb"),
     ],

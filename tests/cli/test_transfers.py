@@ -42,7 +42,7 @@ def test_a_training_checkpoint_is_exported_for_the_time_of_the_download(
 ) -> None:
     done = cli("checkpoint", "download", stock.training)
     assert done.code == 0
-    assert "64.0 KB" in done.out
+    assert "64.0 KiB" in done.out
     assert (folder_of(stock.training, home) / MODEL).read_bytes() == CONTENT
     assert len(server.received("external_weights/download")) == 1, "the export was not deleted"
 

@@ -175,6 +175,12 @@ def test_what_is_no_base_url_is_refused_with_an_example(url: str) -> None:
         from_env(KEY, base_url=url)
 
 
+@pytest.mark.parametrize("end", ["/v1", "/api/v1", "/api/v1/", "/oai/api/v1"])
+def test_a_base_url_that_names_the_api_too_is_refused_with_the_right_one(end: str) -> None:
+    with pytest.raises(ConfigError, match=r"the client adds the (\S+) itself\. Use http://host:8000/prefix\."):
+        from_env(KEY, base_url=f"http://host:8000/prefix{end}")
+
+
 @pytest.mark.parametrize("url", ["http://user:hunter2@host", "ftp://user:hunter2@host", "http://hunter2@host/?a=b"])
 def test_a_password_in_the_base_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError) as caught:

@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import pickle
 import socket
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -52,6 +53,21 @@ def test_a_reply_comes_back_with_status_headers_and_body(server: FakeServer) -> 
     server.script("config", Reply(418, json={"a": 1}, headers={"X-Thing": "tea"}))
     reply = send(server.url + PATH)
     assert (reply.status, reply.body, reply.headers.get("x-thing")) == (418, b'{"a":1}', "tea")
+
+
+def test_tls_with_a_server_that_speaks_plain_http_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        host = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(APIConnectionError, match=f"The server speaks plain HTTP; use http://{host}\\."):
+            send(f"https://{host}{PATH}")
 
 
 def test_compressed_replies_are_unpacked(server: FakeServer) -> None:

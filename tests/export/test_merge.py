@@ -304,4 +304,4 @@ def test_a_disk_without_room_is_told_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 1000))
     text = refusal(adapter, base, tmp_path / "merged")
-    assert "has 0.00 GB left. Make room, or export to another disk." in text
+    assert "has 0.00 GiB left. Make room, or export to another disk." in text

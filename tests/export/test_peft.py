@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests.export.making import ORIGIN, export, logits, write_random_adapter
 from tests.server.tiny_models import save_model
 from tinsmith.errors import InvalidInputError
-from tinsmith.export import MERGED, PEFT, new_folder
+from tinsmith.export import MERGED, PEFT, Adapter, Story, new_folder
+from tinsmith.export.card import Learned, peft_card
 
 
 @pytest.fixture
@@ -45,6 +46,15 @@ def test_the_card_says_what_it_is_and_how_to_load_it(tmp_path: Path, adapter: Pa
     assert 'AutoModelForCausalLM.from_pretrained("tiny/base", dtype="auto")' in card
     local = (export(PEFT, adapter, None, tmp_path / "other", "/models/base") / "README.md").read_text()
     assert "base_model:" not in local, "the hub refuses cards whose base is not on the hub"
+
+
+def test_the_card_of_an_adapter_of_unpacked_weights_says_so(adapter: Path) -> None:
+    story = Story("tiny/base", ORIGIN)
+    learned = Learned.of(Adapter(adapter))
+    plain, unpacked = (peft_card(learned, each) for each in (story, story._replace(is_unpacked=True)))
+    said = b"those of `tiny/base` unpacked from 4 bits. They differ a little from those on\nthe hub"
+    assert said in b"".join(unpacked.blocks())
+    assert said not in b"".join(plain.blocks())
 
 
 def test_names_of_the_hosted_service_become_those_of_published_weights(

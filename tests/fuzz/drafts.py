@@ -400,7 +400,7 @@ DRAFTS: Mapping[str, Make] = {
     ),
     "GET /dashboard/api/samples": lambda world, random: Draft(query={"run_id": world.models[0], "limit": "5"}),
     "GET /dashboard/api/keys": _nothing,
-    "POST /dashboard/api/keys": _json(name="fuzz"),
+    "POST /dashboard/api/keys": lambda world, random: Draft({"name": f"fuzz {random.getrandbits(32)}"}),
     "DELETE /dashboard/api/keys/{key_id}": lambda world, random: Draft(parts={"key_id": "1"}),
     "GET /v1/models": _nothing,
     "GET /v1/models/{model:path}": lambda world, random: Draft(parts={"model:path": _weights(world, random)}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -127,7 +128,8 @@ def chart(page: Page, name: str) -> Any:
 def test_a_wrong_key_is_kept_out_and_sees_nothing(trainer: TrainingClient, visitor: Callable[..., Visit]) -> None:
     visit = visitor()
     visit.sign_in("tml-of-nobody")
-    expect(visit.page.get_by_role("alert")).to_contain_text("unknown or was revoked")
+    expect(visit.page.get_by_role("alert")).to_contain_text("unknown or was revoked. tinsmith keys create, run where")
+    expect(visit.page.get_by_role("alert").locator("code")).to_have_text("tinsmith keys create")
     expect(visit.page.get_by_role("navigation")).to_be_hidden()
     visit.go("checkpoints")
     expect(visit.page.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -227,6 +229,16 @@ def test_a_curve_gets_new_points_while_somebody_looks(trainer: TrainingClient, v
     aside(trainer.log_metrics({f"reward {SCRIPT}": 0.25}).result)
     expect(loss).not_to_have_attribute("aria-label", before or "")
     expect(chart(visit.page, f"reward {SCRIPT}")).to_have_attribute("aria-label", containing("0.2500 at"))
+
+
+def test_a_run_whose_session_has_ended_is_not_active(server: ServerProcess, visit: Visit) -> None:
+    own = ServiceClient(base_url=server.url, api_key=KEY)
+    run_id = aside(lambda: own.create_lora_training_client(BASE, rank=2)).model_id
+    visit.go("runs")
+    row = visit.page.get_by_role("row").filter(has=visit.page.get_by_title(run_id))
+    expect(row.locator(".state")).to_have_text("active")
+    aside(own.close("success").result)
+    expect(row.locator(".state")).to_have_text("idle")
 
 
 def test_runs_are_compared_in_the_same_charts(service: ServiceClient, trainer: TrainingClient, visit: Visit) -> None:
@@ -439,3 +451,41 @@ def test_ten_thousand_points_are_drawn_with_a_few_lines_for_each_pixel(visit: Vi
     assert found["smooth"] == pytest.approx([1, 1, 23 / 7])
     assert 100 < found["longest"] < 4 * found["width"]
     assert found["label"].startswith("many: run ")
+
+
+@pytest.mark.parametrize("seconds", [7, 140, 1700])
+def test_the_axes_of_what_happens_by_the_clock_have_round_marks_that_do_not_touch(visit: Visit, seconds: int) -> None:
+    visit.go("runs")
+    marks = visit.page.evaluate(
+        """async (seconds) => {
+        const { Series, clockTicks } = await import("/web/series.js");
+        const { Chart, Group } = await import("/web/chart.js");
+        const { clock } = await import("/web/format.js");
+        const series = new Series();
+        series.append([[1e9 + 3.3, 0, 0], [1e9 + 3.3 + seconds, 0, 0]]);
+        const options = { height: 110, formatX: clock, ticksX: clockTicks, least: 0, most: 10 };
+        const chart = new Chart("rate", new Group(), new AbortController().signal, options);
+        chart.lines = [{ label: "model", place: 0, series }];
+        document.querySelector("main").append(chart.element);
+        const marks = [];
+        const { fillText } = CanvasRenderingContext2D.prototype;
+        CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+            if (this.canvas === chart.canvas) marks.push([text, x, this.measureText(text).width]);
+            fillText.call(this, text, x, y);
+        };
+        chart.draw();
+        await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
+        return marks;
+    }""",
+        seconds,
+    )
+    values = [text for text, _, _ in marks if ":" not in text]
+    assert values == ["0", "5", "10"]
+    times = [mark for mark in marks if ":" in mark[0]]
+    assert len(times) >= 2
+    for (_, x, width), (_, next_x, next_width) in itertools.pairwise(times):
+        assert x + width / 2 + 4 < next_x - next_width / 2
+    if seconds > 100:
+        assert all(text.endswith(("0", "5")) for text, _, _ in times)
+    if seconds > 1000:
+        assert all(text.endswith(":00") for text, _, _ in times)

@@ -13,7 +13,7 @@ from tinsmith.cli.errors import CommandFailed
 from tinsmith.cli.options import Options
 from tinsmith.cli.output import emit_json, emit_table, note
 from tinsmith.cli.params import UTC_TIME
-from tinsmith.cli.server_store import opened_store, place_options
+from tinsmith.cli.server_store import keys_command, opened_store, place_options
 
 if TYPE_CHECKING:
     from tinsmith.server.store import Store
@@ -69,7 +69,7 @@ def command(
     """
     with opened_store(state, database) as store:
         names = {key.key_id: key.name for key in store.keys.all()}
-        key_ids = None if key_name is None else _key_ids(store, key_name)
+        key_ids = None if key_name is None else _key_ids(store, key_name, keys_command("list", state, database))
         found = store.audit.trail(since=since, key_ids=key_ids, owner=owner, limit=limit)
     if len(found) == limit:
         note(f"There may be more than these {limit}; give a later --since or a higher --limit.")
@@ -95,10 +95,10 @@ def command(
     )
 
 
-def _key_ids(store: Store, name: str) -> list[int]:
+def _key_ids(store: Store, name: str, shows_them: str) -> list[int]:
     found = [key.key_id for key in store.keys.all() if name in (key.name, str(key.key_id))]
     if not found:
-        raise CommandFailed(f"There is no key {name!r}.", remedy="`tinsmith keys list` shows those there are.")
+        raise CommandFailed(f"There is no key {name!r}.", remedy=f"`{shows_them}` shows those there are.")
     return found
 
 

@@ -254,5 +254,5 @@ def _of_checkpoint(server: Server, path: str) -> SamplingClient:
     raise CommandFailed(
         f"{path} is an export, which is there to be downloaded.",
         remedy="Name sampler weights (.../sampler_weights/...) or a training checkpoint (.../weights/...) of its run: "
-        f"tinsmith checkpoint list --run-id {path.split('/')[2]}",
+        f"{server.program} checkpoint list --run-id {path.split('/')[2]}",
     )

@@ -17,14 +17,14 @@ from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed
 from tinsmith.cli.listing import DEFAULT_LIMIT, Listing, collect
 from tinsmith.cli.options import Options
-from tinsmith.cli.output import emit_json, emit_properties, emit_table
+from tinsmith.cli.output import PATH, emit_json, emit_properties, emit_table
 from tinsmith.cli.params import CHECKPOINT_PATH
 
 if TYPE_CHECKING:
     from tinsmith.types import Checkpoint, TrainingRun
 
 PAGE_SIZE = 1000
-COLUMNS = ("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path")
+COLUMNS = ("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", PATH)
 
 
 @click.group()
@@ -106,7 +106,7 @@ def _look_up(server: Server, path: str) -> tuple[Checkpoint, TrainingRun]:
         raise CommandFailed(
             "Resource not found",
             f"The training run {run_id} has no checkpoint {path}. It may have been deleted, or have expired.",
-            f"See what it has: tinsmith checkpoint list --run-id {run_id}",
+            f"See what it has: {server.program} checkpoint list --run-id {run_id}",
         )
     return found[0], run
 

@@ -156,7 +156,7 @@ def _fetch_archive(server: Server, path: str, folder: Path) -> None:
             f"{path} cannot be fetched",
             f"Sampler weights come from servers of Tinsmith only, and they must be there. ({error})",
             "Export a training checkpoint (.../weights/..., made by save_state) of the same run instead: "
-            f"tinsmith checkpoint list --run-id {path.split('/')[2]}",
+            f"{server.program} checkpoint list --run-id {path.split('/')[2]}",
         ) from error
     try:
         with tarfile.open(folder / ARCHIVE) as archive:

@@ -28,25 +28,6 @@ NOT_FOR_THE_HUB = (".tinker_path", "checkpoint_complete")
 MAX_NAME = 96
 ORIGIN = re.compile(r"^tinker_path: (\S+)$", re.MULTILINE)
 
-CARD = """---
-{base_model}library_name: peft
-tags:
-- lora
-- tinker
-tinker_path: {path}
----
-
-# {name}
-
-A LoRA adapter for `{base}`, trained through the Tinker API and uploaded from `{path}`.
-
-```python
-from peft import AutoPeftModelForCausalLM
-
-model = AutoPeftModelForCausalLM.from_pretrained("{repo}")
-```
-"""
-
 
 class Upload(NamedTuple):
     """Where to, and which files."""
@@ -95,7 +76,7 @@ def push_hf(
         fetch(server, path, folder)
         _check_adapter(folder, path)
         if not (no_model_card or has_card):
-            (folder / README).write_text(_card(path, repo_id, run.base_model), encoding="utf-8")
+            _write_card(folder, path, repo_id, run.base_model)
         _send(hub, upload, folder)
     _tell(options, path, upload)
 
@@ -164,15 +145,13 @@ def _check_adapter(folder: Path, path: str) -> None:
     )
 
 
-def _card(path: str, repo_id: str, base_model: str) -> str:
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base_model)
-    return CARD.format(
-        base_model=f"base_model: {base_model}\n" if is_hub_id else "",
-        base=base_model,
-        path=path,
-        name=repo_id.rpartition("/")[2],
-        repo=repo_id,
-    )
+def _write_card(folder: Path, path: str, repo_id: str, base_model: str) -> None:
+    from tinsmith.export import Story, write_files
+    from tinsmith.export.adapter import read_json
+    from tinsmith.export.card import Learned, peft_card
+
+    learned = Learned.of_config(read_json(folder / ADAPTER_CONFIG))
+    write_files([peft_card(learned, Story(base_model, path, place=repo_id))], folder)
 
 
 def _send(hub: HfApi, upload: Upload, folder: Path) -> None:

@@ -32,8 +32,10 @@ PATIENT_RETRY_SECONDS = 300.0
 class Server:
     """The server of one command. Its clients are made on first use and closed when the block is left."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, session_name: str | None = None) -> None:
         self.config = make_config(options)
+        self.program = options.program
+        self._session_name = session_name
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -69,7 +71,7 @@ class Server:
     def service(self) -> ServiceClient:
         from tinsmith.client.service import ServiceClient
 
-        return self._open.enter_context(ServiceClient(config=self.config))
+        return self._open.enter_context(ServiceClient(config=self.config, display_name=self._session_name))
 
     @cached_property
     def patient_service(self) -> ServiceClient:
@@ -84,7 +86,7 @@ class Server:
             timeout=max(self.config.timeout, PATIENT_SECONDS),
             retry_budget=max(self.config.retry_budget, PATIENT_RETRY_SECONDS),
         )
-        return self._open.enter_context(ServiceClient(config=patient))
+        return self._open.enter_context(ServiceClient(config=patient, display_name=self._session_name))
 
     def wait(self, future: APIFuture[T]) -> T:
         with self.patience():

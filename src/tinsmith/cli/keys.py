@@ -12,7 +12,7 @@ from tinsmith.cli.confirm import check_can_ask, confirm
 from tinsmith.cli.errors import CommandFailed
 from tinsmith.cli.options import Options
 from tinsmith.cli.output import emit, emit_json, emit_table, note
-from tinsmith.cli.server_store import opened_store, place_options
+from tinsmith.cli.server_store import keys_command, opened_store, place_options
 
 if TYPE_CHECKING:
     from tinsmith.server.store.records import ApiKey, NewEvent
@@ -42,12 +42,12 @@ def create(options: Options, name: str, owner: str | None, remark: str, state: P
     """Make a key and print it. This is the only time it can be seen."""
     with opened_store(state, database, may_create=True) as store:
         owners = {key.owner for key in store.keys.all()}
-        _check_owner(owner, owners)
+        _check_owner(owner, owners, keys_command("list", state, database))
         made = store.keys.create(owner or "", name, remark, address=_command_line())
     if not owners:
         note(
             "This is the first key: from now on the server takes no others. What was made before opens with: "
-            "tinsmith keys create NAME --owner local"
+            + keys_command("create NAME --owner local", state, database)
         )
     if options.wants_json:
         emit_json({**_shown(made.key), "key": made.plain})
@@ -101,7 +101,8 @@ def revoke(key_id: int, yes: bool, state: Path | None, database: str) -> None:
         if key is None or key.revoked:
             store.audit.record(_refused(key_id, key))
         if key is None:
-            raise CommandFailed(f"There is no key {key_id}.", remedy="`tinsmith keys list` shows those there are.")
+            remedy = f"`{keys_command('list', state, database)}` shows those there are."
+            raise CommandFailed(f"There is no key {key_id}.", remedy=remedy)
         if key.revoked:
             raise CommandFailed(f"Key {key_id}, {key.name!r}, was revoked before.")
         if not yes:
@@ -109,7 +110,7 @@ def revoke(key_id: int, yes: bool, state: Path | None, database: str) -> None:
         store.keys.revoke(key_id, address=_command_line())
 
 
-def _check_owner(owner: str | None, known: set[str]) -> None:
+def _check_owner(owner: str | None, known: set[str], shows_them: str) -> None:
     """A mistyped one would get a key that opens nothing, and lock out whoever is given it."""
     from tinsmith.server.store import LOCAL_OWNER
 
@@ -117,7 +118,7 @@ def _check_owner(owner: str | None, known: set[str]) -> None:
         return
     raise CommandFailed(
         f"There is no owner {owner!r}.",
-        remedy="`tinsmith keys list` shows those there are. Without --owner, the key gets a new one.",
+        remedy=f"`{shows_them}` shows those there are. Without --owner, the key gets a new one.",
     )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from tinsmith.cli.errors import did_you_mean
+
 
 class LazyGroup(click.Group):
     """Knows of its commands only the name and one line of help; `PACKAGE.NAME` holds the rest as `command`."""
@@ -25,6 +27,15 @@ class LazyGroup(click.Group):
             return None
         command: click.Command = import_module(f"{self.package}.{cmd_name}").command
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Click looks for what may have been meant among commands that it has, and of these it has none."""
+        name = args[0]
+        if name not in self.summaries and not name.startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command '{name}'. {did_you_mean(name, self.summaries)}".rstrip())
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

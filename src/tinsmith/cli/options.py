@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import NamedTuple
 
 
@@ -10,6 +11,11 @@ class Options(NamedTuple):
     base_url: str | None
     api_key: str | None
     timeout: float
+
+    @property
+    def program(self) -> str:
+        """How a command begins that shall reach the same server when it is pasted; the key is not repeated."""
+        return f"tinsmith --base-url {shlex.quote(self.base_url)}" if self.base_url else "tinsmith"
 
     @property
     def wants_json(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from tinsmith.cli.errors import ClosedPipe, CommandFailed
 
+PATH = "Path"
 _UNLIMITED_WIDTH = 10_000
 """A pipe has no width, and whoever reads from one wants whole ids."""
 
@@ -64,8 +65,33 @@ def emit_json(value: Mapping[str, Any]) -> None:
 
 
 def emit_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Nothing is cut off: on a narrow terminal cells are folded."""
+    """Nothing is cut off: on a narrow terminal cells are folded, except for those of a column that is called Path.
+
+    They are there to be copied, and follow the table if they do not fit.
+    """
+    cells = [[printable(cell) for cell in row] for row in rows]
+    text = _table(columns, cells, may_fold=PATH not in columns)
+    if text is None:
+        place = columns.index(PATH)
+        others = [[*row[:place], *row[place + 1 :]] for row in ([*columns], *cells)]
+        text = f"{_table(others[0], others[1:])}{PATH}\n" + "".join(f"{row[place]}\n" for row in cells)
+    emit(f"{printable(title)}\n{text}" if title else text)
+
+
+def emit_properties(title: str, properties: Iterable[tuple[str, str]]) -> None:
+    """As a table or, where that is too wide, as lines: a value that is folded cannot be copied."""
+    cells = [[printable(cell) for cell in row] for row in properties]
+    text = _table(("Property", "Value"), cells, may_fold=False)
+    if text is None:
+        width = max(len(name) for name, _ in cells)
+        text = "".join(f"{name:{width}}  {value}\n" for name, value in cells)
+    emit(f"{printable(title)}\n{text}" if title else text)
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, may_fold: bool = True) -> str | None:
+    """`None` if cells would have to be folded and may not be."""
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
     from rich.text import Text
 
@@ -74,14 +100,13 @@ def emit_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for number, column in enumerate(columns):
         table.add_column(Text(column), style="bright_cyan" if number == 0 else "", no_wrap=number == 0, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*map(Text, row))
+    unlimited = console.options.update(width=_UNLIMITED_WIDTH)
+    if not may_fold and Measurement.get(console, unlimited, table).maximum > console.width:
+        return None
     with console.capture() as captured:
         console.print(table)
-    emit(f"{printable(title)}\n{captured.get()}" if title else captured.get())
-
-
-def emit_properties(title: str, properties: Iterable[tuple[str, str]]) -> None:
-    emit_table(title, ("Property", "Value"), properties)
+    return captured.get()
 
 
 def _is_terminal() -> bool:

@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from tinsmith.cli import shown
 from tinsmith.cli.output import printable
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Bar:
 
         measures: tuple[progress.ProgressColumn, ...]
         if self._counts_bytes:
-            measures = (progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn())
+            measures = (progress.DownloadColumn(binary_units=True), _speed())
         else:
             measures = (progress.MofNCompleteColumn(),)
         bar = progress.Progress(
@@ -57,3 +58,16 @@ class Bar:
         bar.add_task("", total=None)
         bar.start()
         return bar
+
+
+def _speed() -> rich.progress.ProgressColumn:
+    """In the units of all other sizes; the library's own column counts in thousands."""
+    from rich import progress
+    from rich.text import Text
+
+    class Speed(progress.ProgressColumn):
+        def render(self, task: progress.Task) -> Text:
+            speed = task.finished_speed or task.speed
+            return Text(f"{shown.size(int(speed))}/s" if speed else "", style="progress.data.speed")
+
+    return Speed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -15,6 +16,7 @@ from tinsmith.cli.params import CHECKPOINT_PATH, sampling_options
 
 if TYPE_CHECKING:
     from tinsmith.client.sampling import SamplingClient
+    from tinsmith.text.fast_tokenizer import Tokenizer
 
 STDIN = "-"
 
@@ -32,6 +34,7 @@ STDIN = "-"
     metavar="N",
     help="How many continuations.",
 )
+@click.option("--special-tokens", is_flag=True, help="Show the special token that ends a text, too.")
 @click.pass_obj
 def command(
     options: Options,
@@ -43,6 +46,7 @@ def command(
     top_p: float,
     seed: int | None,
     num_samples: int,
+    special_tokens: bool,
 ) -> None:
     """Let a model or a checkpoint continue a text.
 
@@ -60,7 +64,11 @@ def command(
         tokens = ModelInput.from_ints(tokenizer.encode(text))
         sequences = sampler.sample(tokens, num_samples, params).result().sequences
     samples = [
-        {"text": tokenizer.decode(list(each.tokens)), "tokens": list(each.tokens), "stop_reason": each.stop_reason}
+        {
+            "text": tokenizer.decode(each.tokens if special_tokens else _without_end(tokenizer, each.tokens)),
+            "tokens": list(each.tokens),
+            "stop_reason": each.stop_reason,
+        }
         for each in sequences
     ]
     if options.wants_json:
@@ -70,6 +78,13 @@ def command(
         if num_samples > 1:
             emit(f"--- {number} of {num_samples} ---\n")
         emit_text(f"{sample['text']}\n")
+
+
+def _without_end(tokenizer: Tokenizer, tokens: Sequence[int]) -> Sequence[int]:
+    """Without the token by which the model says that it is done; others, such as those of a template, are told."""
+    last = tokens[-1:]
+    is_special = tokenizer.decode(last) and not tokenizer.decode(last, skip_special_tokens=True)
+    return tokens[:-1] if is_special else tokens
 
 
 def _sampler(server: Server, model: str | None, checkpoint: str | None) -> SamplingClient:

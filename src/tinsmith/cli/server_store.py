@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import wraps
@@ -31,6 +32,12 @@ def place_options(function: Callable[..., None]) -> Callable[..., None]:
         function(*arguments, **options)
 
     return with_options
+
+
+def keys_command(words: str, state: Path | None, database: str) -> str:
+    """A command about the keys of the same server, to be pasted; the database's URL may hold a password."""
+    place = f" --state {shlex.quote(str(state))}" if state else ""
+    return f"tinsmith keys {words}{place}{' --database URL' if database else ''}"
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-_UNITS = ("B", "KB", "MB", "GB", "TB")
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 _STEPS = ((60, "minute"), (3600, "hour"), (86400, "day"))
 _DAYS_IN_WORDS = 30
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinsmith.cli.connect import Server
-from tinsmith.cli.errors import CommandFailed
+from tinsmith.cli.errors import CommandFailed, did_you_mean
 from tinsmith.cli.options import Options
 from tinsmith.cli.output import emit, emit_json, note
 
@@ -38,6 +38,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 @click.option("--rank", type=click.IntRange(min=1), default=32, show_default=True, metavar="N", help="Of the adapter.")
 @click.option(
     "--learning-rate",
+    "--lr",
     type=click.FloatRange(min=0, min_open=True),
     default=5e-4,
     show_default=True,
@@ -142,7 +143,7 @@ def sft(
     training = read_examples(data)
     held_out = read_examples(eval_data) if eval_data else None
     folder = output or Path(f"{data.stem}-sft")
-    with Server(options) as server:
+    with Server(options, session_name=name or data.stem) as server:
         found = _model(server, model)
         chosen = _settings(settings, model=found.model_name, name=_NOT_IN_NAMES.sub("-", name or data.stem))
         with Watch() as watch:
@@ -182,11 +183,9 @@ def _model(server: Server, name: str | None) -> SupportedModel:
     if name is None and len(trainable) == 1:
         (name,) = trainable
     if name not in trainable:
-        raise CommandFailed(
-            f"The server at {server.config.base_url} "
-            + (f"cannot train {name!r}." if name else f"has {len(trainable)} models."),
-            remedy=f"Choose one with --model: {', '.join(trainable)}" if trainable else "",
-        )
+        problem = f"cannot train {name!r}." if name else f"has {len(trainable)} models."
+        choice = f"{did_you_mean(name or '', trainable)}Choose one with --model: {', '.join(trainable)}"
+        raise CommandFailed(f"The server at {server.config.base_url} {problem}", remedy=choice if trainable else "")
     return trainable[name]
 
 
@@ -213,7 +212,6 @@ def _show(options: Options, outcome: Outcome, folder: Path, name: str) -> None:
             }
         )
         return
-    tinsmith = f"tinsmith --base-url {options.base_url}" if options.base_url else "tinsmith"
     evaluated = f", eval loss {eval_losses[0]:.3f} -> {eval_losses[-1]:.3f}" if eval_losses else ""
     emit(
         f"{state.step} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}{evaluated}\n"
@@ -221,6 +219,6 @@ def _show(options: Options, outcome: Outcome, folder: Path, name: str) -> None:
         f"Training state   {state.state_path}\n"
         f"Metrics          {metrics}\n"
         f"\nNext:\n"
-        f"  {tinsmith} chat {state.sampler_path}\n"
-        f"  {tinsmith} checkpoint export {state.state_path} --to peft --output {name}\n"
+        f"  {options.program} chat {state.sampler_path}\n"
+        f"  {options.program} checkpoint export {state.state_path} --to peft --output {name}\n"
     )

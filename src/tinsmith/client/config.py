@@ -23,6 +23,8 @@ DEFAULT_BASE_URL = "https://tinker.thinkingmachines.dev/services/tinker-prod"
 LOCAL = "local"
 """As a base URL: the server of this machine, started if need be."""
 _DEFAULT_PORTS = {"http": 80, "https": 443}
+_OUR_OWN = ("/oai/api/v1", "/api/v1", "/v1")
+"""What comes after a base URL; other programs want it to be a part."""
 _TRUE = frozenset({"1", "true", "yes", "on"})
 NO_KEY = (
     "No API key. Pass api_key=..., set TINKER_API_KEY, or set TINKER_CREDENTIAL_CMD. "
@@ -179,9 +181,13 @@ def normalise_base_url(url: str) -> str:
         )
     if parts.query or parts.fragment:
         raise ConfigError(f"base_url is {url!r}; it must not have a query or a fragment.")
+    path = parts.path.rstrip("/")
+    if found := next((end for end in _OUR_OWN if path.endswith(end)), None):
+        base = url.strip().rstrip("/").removesuffix(found)
+        raise ConfigError(f"base_url is {url!r}; the client adds the {found} itself. Use {base}.")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     suffix = "" if port is None or port == _DEFAULT_PORTS[scheme] else f":{port}"
-    return f"{scheme}://{host}{suffix}{parts.path.rstrip('/')}"
+    return f"{scheme}://{host}{suffix}{path}"
 
 
 def _check_positive(name: str, value: object) -> None:

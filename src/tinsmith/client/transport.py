@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 IDLE_SECONDS = 60.0
 MIN_IN_FLIGHT = 4
 EVERY_HOST = "*,0.0.0.0/0,::/0"
+_NOT_TLS = "InvalidContentType"
+"""What the library calls an answer to the first message of TLS that is none."""
 
 
 class Traffic(enum.Enum):
@@ -192,14 +194,22 @@ def _translated_errors(request: HttpRequest) -> Iterator[None]:
         pyqwest.WriteError,
         pyqwest.StreamError,
     ) as error:
-        hint = " Is the server running? Check base_url." if isinstance(error, ConnectionError) else ""
-        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}.{hint}") from error
+        raise APIConnectionError(request.summary, f"{what} failed: {_reason(error)}.{_hint(error, request)}") from error
     except ValueError as error:
         if "header" in str(error):  # its text quotes the header, which may be the key
             raise ConfigError(
                 f"{what} cannot be sent: a header or the API key holds a character HTTP forbids."
             ) from None
         raise ConfigError(f"{what} cannot be sent: {error}") from error
+
+
+def _hint(error: Exception, request: HttpRequest) -> str:
+    if not isinstance(error, ConnectionError):
+        return ""
+    if _NOT_TLS in str(error):
+        host = request.url.partition("://")[2].partition("/")[0]
+        return f" The server speaks plain HTTP; use http://{host}."
+    return " Is the server running? Check base_url."
 
 
 def _reason(error: Exception) -> str:

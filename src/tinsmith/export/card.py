@@ -5,14 +5,16 @@ from __future__ import annotations
 import html
 import json
 import re
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.export.adapter import Adapter
+from tinsmith.export.adapter import HEAD, Adapter
 from tinsmith.export.files import NewFile
 
 LONGEST_NOTE = 4000
 
+_MODULE = re.compile(r"[\w.]+", re.ASCII)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 _CARD = """---
@@ -27,13 +29,8 @@ tinker_path: {origin}
 
 | | |
 | --- | --- |
-| base model | `{base}` |
-| adapter | {adapter} |
-| rank | {rank} |
-| alpha | {alpha} |
-| trained modules | {modules} |
-{steps}| checkpoint | `{origin}` |
-
+{rows}
+{unpacked}
 ## Data
 
 {data}
@@ -41,6 +38,12 @@ tinker_path: {origin}
 ## Use
 
 {use}"""
+
+_UNPACKED = """
+The base weights that it was trained on are those of `{base}` unpacked from 4 bits. They differ a little from those on
+the hub, with which an adapter computes slightly different numbers; `tinsmith checkpoint export --to merged` makes a
+folder that holds the very weights.
+"""
 
 _NO_NOTE = "Nothing was noted about the data that this model was trained on."
 
@@ -50,7 +53,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained({base})
 model = AutoModelForCausalLM.from_pretrained({base}, dtype="auto")
-model = PeftModel.from_pretrained(model, "PATH_OF_THIS_FOLDER")
+model = PeftModel.from_pretrained(model, {place})
 ```
 """
 
@@ -75,6 +78,31 @@ llama-quantize {file} smaller.gguf Q4_K_M
 """
 
 
+class Learned(NamedTuple):
+    """What a card says of an adapter."""
+
+    rank: int | None
+    alpha: float | None
+    modules: frozenset[str]
+    steps: int | None = None
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> Learned:
+        modules = frozenset(module.rpartition(".")[2] for module in adapter.pairs)
+        return cls(adapter.rank, adapter.alpha, modules, adapter.steps)
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Learned:
+        """Of an adapter that need not be one of ours: whatever its settings say plainly."""
+        rank, alpha, modules = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
+        names = [name for name in modules if isinstance(name, str)] if isinstance(modules, list) else []
+        return cls(
+            rank if isinstance(rank, int) else None,
+            alpha if isinstance(alpha, int | float) else None,
+            frozenset(name for name in names if _MODULE.fullmatch(name)),
+        )
+
+
 class Story(NamedTuple):
     """What an export says of itself, besides what is in the adapter."""
 
@@ -83,6 +111,10 @@ class Story(NamedTuple):
     origin: str
     """The checkpoint's path."""
     data_note: str = ""
+    is_unpacked: bool = False
+    """Whether the base has weights that were unpacked from 4 bits, and not those of the hub."""
+    place: str = "PATH_OF_THIS_FOLDER"
+    """Where the export will be loaded from."""
 
     def checked(self) -> Story:
         if len(self.data_note) > LONGEST_NOTE:
@@ -94,38 +126,44 @@ class Story(NamedTuple):
         return self
 
 
-def peft_card(adapter: Adapter, story: Story) -> NewFile:
-    use = _WITH_PEFT.format(base=json.dumps(story.base_model)) + (_TIED if adapter.changes_head else "")
-    return _card(adapter, story, f"A LoRA adapter for {story.base_model}", "peft", ("lora", "tinker"), "LoRA", use)
+def peft_card(learned: Learned, story: Story) -> NewFile:
+    use = _WITH_PEFT.format(base=json.dumps(story.base_model), place=json.dumps(story.place))
+    use += _TIED if HEAD in learned.modules else ""
+    return _card(learned, story, f"A LoRA adapter for {story.base_model}", "peft", ("lora", "tinker"), "LoRA", use)
 
 
-def merged_card(adapter: Adapter, story: Story) -> NewFile:
+def merged_card(learned: Learned, story: Story) -> NewFile:
     title, merged = f"{story.base_model}, fine-tuned", "LoRA, merged into the weights"
-    return _card(adapter, story, title, "transformers", ("tinker",), merged, _WITH_TRANSFORMERS)
+    return _card(learned, story, title, "transformers", ("tinker",), merged, _WITH_TRANSFORMERS)
 
 
-def gguf_card(adapter: Adapter, story: Story, file: str) -> NewFile:
+def gguf_card(learned: Learned, story: Story, file: str) -> NewFile:
     title, merged = f"{story.base_model}, fine-tuned, as GGUF", "LoRA, merged into the weights"
     use = _WITH_LLAMA_CPP.format(file=file)
-    return _card(adapter, story, title, "gguf", ("gguf", "llama.cpp", "tinker"), merged, use)
+    return _card(learned, story, title, "gguf", ("gguf", "llama.cpp", "tinker"), merged, use)
 
 
 def _card(
-    adapter: Adapter, story: Story, title: str, library: str, tags: tuple[str, ...], kind: str, use: str
+    learned: Learned, story: Story, title: str, library: str, tags: tuple[str, ...], kind: str, use: str
 ) -> NewFile:
-    base, steps = story.base_model, adapter.steps
+    base = story.base_model
+    rows = {
+        "base model": f"`{base}`",
+        "adapter": kind,
+        "rank": learned.rank,
+        "alpha": None if learned.alpha is None else f"{learned.alpha:g}",
+        "trained modules": ", ".join(f"`{module}`" for module in sorted(learned.modules)) or None,
+        "optimizer steps": learned.steps,
+        "checkpoint": f"`{story.origin}`",
+    }
     text = _CARD.format(
         base_model=f"base_model: {base}\n" if _HUB_ID.fullmatch(base) else "",
         library=library,
         tags="\n".join(f"- {tag}" for tag in tags),
         origin=story.origin,
         title=title,
-        base=base,
-        adapter=kind,
-        rank=adapter.rank,
-        alpha=f"{adapter.alpha:g}",
-        modules=", ".join(sorted({f"`{module.rpartition('.')[2]}`" for module in adapter.pairs})),
-        steps="" if steps is None else f"| optimizer steps | {steps} |\n",
+        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),
+        unpacked=_UNPACKED.format(base=base) if story.is_unpacked else "",
         # Pages that show a card run what it holds: a note is text.
         data=html.escape(story.data_note.strip(), quote=False) or _NO_NOTE,
         use=use,

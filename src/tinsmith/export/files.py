@@ -69,8 +69,8 @@ def _check_room(folder: Path, needed: int) -> None:
     free = shutil.disk_usage(folder).free
     if needed > free:
         raise InvalidInputError(
-            f"The export takes {needed / 1e9:.2f} GB, and the disk of {folder.parent} has {free / 1e9:.2f} GB left. "
-            "Make room, or export to another disk.",
+            f"The export takes {needed / 2**30:.2f} GiB, and the disk of {folder.parent} has {free / 2**30:.2f} GiB "
+            "left. Make room, or export to another disk.",
             field="folder",
             value=str(folder.parent),
         )

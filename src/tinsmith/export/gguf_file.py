@@ -17,7 +17,7 @@ import numpy as np
 from tinsmith.errors import InvalidInputError, MissingExtraError
 from tinsmith.export.adapter import HEAD, Adapter
 from tinsmith.export.base import BaseModel
-from tinsmith.export.card import Story, gguf_card
+from tinsmith.export.card import Learned, Story, gguf_card
 from tinsmith.export.files import NewFile
 from tinsmith.export.gguf_model import ARCHITECTURES, Shape, add_model, rope_divisors
 from tinsmith.export.gguf_vocab import add_vocab
@@ -47,7 +47,7 @@ def gguf_files(adapter: Adapter, base: BaseModel, story: Story) -> list[NewFile]
     legal = [each for each in base.companions() if each.name.startswith(_LEGAL)]
     return [
         *(NewFile.copy(each.as_posix(), base.folder / each) for each in legal),
-        gguf_card(adapter, story, name),
+        gguf_card(Learned.of(adapter), story, name),
         NewFile(name, size, partial(_content, head, tensors)),
     ]
 

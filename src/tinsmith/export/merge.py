@@ -16,7 +16,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.export import tensor_files
 from tinsmith.export.adapter import HEAD, Adapter
 from tinsmith.export.base import CONFIG, EMBEDDING, INDEX, BaseModel
-from tinsmith.export.card import Story, merged_card
+from tinsmith.export.card import Learned, Story, merged_card
 from tinsmith.export.files import NewFile
 from tinsmith.export.numbers import SIZES, from_floats, to_floats
 from tinsmith.export.tensor_files import NewTensor, StoredTensor, tensors_file
@@ -31,7 +31,7 @@ def merged_files(adapter: Adapter, base: BaseModel, story: Story) -> list[NewFil
     shards = merged_tensors(adapter, base)
     weights = [tensors_file(name, tensors) for name, tensors in shards.items()]
     index = [] if base.index is None else [NewFile.json(INDEX, _index(base.index, shards))]
-    return [*_companions(adapter, base), merged_card(adapter, story), *index, *weights]
+    return [*_companions(adapter, base), merged_card(Learned.of(adapter), story), *index, *weights]
 
 
 # --- what will be in which file --------------------------------------------------------------------------------------

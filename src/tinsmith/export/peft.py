@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tinsmith.export.adapter import CONFIG, WEIGHTS, Adapter
-from tinsmith.export.card import Story, peft_card
+from tinsmith.export.card import Learned, Story, peft_card
 from tinsmith.export.files import NewFile
 from tinsmith.export.tensor_files import NewTensor, tensors_file
 
@@ -20,6 +20,6 @@ def peft_files(adapter: Adapter, story: Story) -> list[NewFile]:
     config = {**adapter.config, "base_model_name_or_path": story.base_model, "target_modules": modules}
     return [
         NewFile.json(CONFIG, config),
-        peft_card(adapter, story),
+        peft_card(Learned.of(adapter), story),
         tensors_file(WEIGHTS, tensors),
     ]

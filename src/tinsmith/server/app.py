@@ -29,7 +29,6 @@ from tinsmith.server.endpoints import ENDPOINTS
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.openai import completions as openai
-from tinsmith.server.openai.errors import refusal as openai_refusal
 from tinsmith.server.openai.places import Places
 from tinsmith.server.outage import first_line
 from tinsmith.server.quotas import Backlog, Conversions, Incoming, OpenRequests, Paperwork
@@ -288,7 +287,7 @@ def _no_such_route(metrics: Metrics) -> Callable[[Request, Exception], Awaitable
         metrics.count_unknown(error.status_code)
         access.info("no such route: %d", error.status_code, extra={"address": request.client and request.client.host})
         path = request.url.path
-        refusal = openai_refusal if path.startswith((openai.PREFIX, openai.ALSO)) else plain_refusal
+        refusal = openai.no_such_endpoint if path.startswith((openai.PREFIX, openai.ALSO)) else plain_refusal
         return refusal(error.status_code, f"{request.method} {path}: {error.detail}.", None)
 
     return handle

@@ -54,6 +54,11 @@ def prepared(source: ModelSource) -> ModelSource:
     return source
 
 
+def is_unpacked(folder: Path) -> bool:
+    """Whether a model's folder was made here, of 4-bit weights: near the hub's, but not the same."""
+    return is_whole(folder, _RECIPE)
+
+
 def embedded_model(cache: Path | None = None, progress: Progress | None = None) -> ModelSource:
     """The embedded model as a folder on this machine; what is missing is fetched and converted first."""
     cache = cache.absolute() if cache else _cache()

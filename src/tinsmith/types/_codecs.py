@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from enum import EnumType
-from functools import cache
+from functools import cache, cached_property
 from math import isfinite
 from typing import Annotated, Any, Literal
 
@@ -33,15 +33,31 @@ class Codec:
     def load(self, value: object) -> Any:
         """The value as its type wants it, from Python or from decoded JSON; raises `msgspec.ValidationError`."""
         try:
-            loaded = msgspec.convert(value, self.hint)
+            loaded = self._convert(value)
         except msgspec.ValidationError:
             # Numpy, torch and the like are looked at only here, so that plain Python stays fast.
-            loaded = msgspec.convert(_plain(value), self.hint)
+            loaded = self._convert(_plain(value))
         if self.free_form:
             loaded = _jsonable(loaded)
         if self.finite and not _is_finite(loaded):
             raise msgspec.ValidationError("must be finite, not NaN or infinity")
         return loaded
+
+    def _convert(self, value: object) -> Any:
+        try:
+            return msgspec.convert({"value": value}, self._box).value
+        except msgspec.ValidationError as error:
+            told = str(error).replace(" - at `$.value`", "").replace(" - at `$.value", " - at `$")
+            raise msgspec.ValidationError(told) from None
+
+    @cached_property
+    def _box(self) -> type[Any]:
+        """A class with a field of this hint, because a class is analysed only once.
+
+        A bare hint is looked up at each call by its hash, which `typing` computes in Python, and msgspec ignores what
+        is raised there: a Ctrl-C that came at that moment would be lost.
+        """
+        return msgspec.defstruct("Box", [("value", self.hint)])
 
     def dump(self, value: Any, nulls: bool) -> Any:
         """The value for a JSON encoder; `nulls` also writes fields that are `None`."""

@@ -16,7 +16,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
         yield running
 
 
-@pytest.fixture(scope="session", params=["tinker", "tinsmith"])
+@pytest.fixture(scope="module", params=["tinker", "tinsmith"])
 def client(request: pytest.FixtureRequest) -> Iterator[Runner]:
     """A process with the official package, then one with ours."""
     runner = Runner(request.param)

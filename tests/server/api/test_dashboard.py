@@ -94,6 +94,26 @@ def test_runs_come_newest_first_in_parts_with_the_names_of_their_sessions(server
     assert seen(server, "runs?limit=1&offset=2")["runs"][0]["run_id"] == made[0]
 
 
+def test_a_run_says_whether_it_can_go_on_and_whether_something_is_going_on(server: RunningServer) -> None:
+    session_id = server.post("create_session", {"tags": [], "user_metadata": {}, "sdk_version": "1"}).json()[
+        "session_id"
+    ]
+    run_id = server.model(session_id, 0)
+
+    def told() -> tuple[bool, bool]:
+        run = seen(server, f"runs/{run_id}")
+        return run["is_open"], run["is_at_work"]
+
+    assert told() == (True, False)
+    server.workers.hold("optim_step")
+    step = server.post("optim_step", {"model_id": run_id, "seq_id": 1, "adam_params": {}})
+    assert told() == (True, True)
+    server.workers.release()
+    server.result(step)
+    server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}, "detail": None})
+    assert told() == (False, False)
+
+
 @pytest.mark.parametrize(
     ("query", "field"),
     [("", "name"), ("?name=loss&max=3", "max"), ("?name=loss&max=x", "max"), ("?name=loss&after=-1", "after")],
@@ -319,6 +339,17 @@ def test_keys_are_made_shown_and_revoked_by_their_owner_alone(keyed: RunningServ
     done = [(one.event, one.outcome) for one in trail if one.key_id == made["key"]["key_id"]]
     assert sorted(done) == [("key_create", "done"), ("key_revoke", "done")]
     assert ("key_revoke", "refused") in {(one.event, one.outcome) for one in trail}
+    (created,) = [one for one in trail if one.event == "key_create" and one.key_id == made["key"]["key_id"]]
+    assert created.details == {"name": "laptop", "made_by": shown[0]["key_id"]}, "with which key it was made"
+
+
+def test_two_good_keys_of_an_owner_have_two_names(keyed: RunningServer) -> None:
+    first = keyed.call("POST", "/dashboard/api/keys", {"name": "desk"}, key=ANNA).json()
+    refused = keyed.call("POST", "/dashboard/api/keys", {"name": " desk"}, key=ANNA)
+    assert refused.status == 409
+    assert refused.json()["detail"].startswith("There is a key 'desk' of this owner already")
+    assert keyed.call("DELETE", f"/dashboard/api/keys/{first['key']['key_id']}", key=ANNA).status == 204
+    assert keyed.call("POST", "/dashboard/api/keys", {"name": "desk"}, key=ANNA).status == 200
 
 
 @pytest.mark.parametrize("name", ["", "  ", "x" * 101, "a\x00b", 5, None])

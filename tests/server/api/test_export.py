@@ -13,6 +13,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from tests.server.api.running import MODELS, Answer, RunningServer
 from tests.server.api.test_limits import until
 from tests.server.tiny_models import save_model
 from tests.support.tiny_tokenizer import write_folder
+from tinsmith.server import embedded
 from tinsmith.server.routes import _call, _download
 
 ANNA, BORIS = "tml-anna", "tml-boris"
@@ -125,7 +127,23 @@ def test_an_export_is_a_tar_of_a_folder_named_after_the_checkpoint(
     assert {path.name for path in folder.iterdir()} == files
     card = (folder / "README.md").read_text()
     assert f"base model | `{MODELS[0]}`" in card
+    assert "4 bits" not in card
     assert "\n## Data\n\nPoems &lt;b&gt;\n" in card
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_a_base_that_was_unpacked_from_4_bits_is_told_by_the_card(
+    elsewhere: Elsewhere, tmp_path: Path, form: str
+) -> None:
+    """As the embedded model is: what the hub has under its name differs a little."""
+    base = tmp_path / "models" / "base"
+    embedded.make_once(
+        base, embedded._RECIPE, partial(shutil.copytree, elsewhere.base, dirs_exist_ok=True), lambda: None
+    )
+    with serving(tmp_path / "state", base) as server:
+        place = imported(server, elsewhere.adapter)
+        folder = unpacked(server.get(f"{place}/export?to={form}", key=ANNA), tmp_path / "export")
+    assert f"those of `{MODELS[0]}` unpacked from 4 bits" in (folder / "README.md").read_text()
 
 
 def test_what_was_imported_is_exported_again_as_it_was(

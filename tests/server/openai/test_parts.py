@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.end_to_end.serving import wait_until
 from tests.server.openai.talking import MODEL, SECONDS, Talking
+from tests.server.store.making import new_checkpoint
 from tests.support.tiny_tokenizer import byte_level_bpe
 from tinsmith.server.auth import LOCAL_OWNER
 from tinsmith.server.openai import places, tool_calls
@@ -147,6 +148,14 @@ def test_a_session_that_nobody_uses_any_more_ends(own: Talking, monkeypatch: pyt
     assert sessions(own)[0]["status"]["type"] == "client_finished"
 
 
+def test_checkpoints_of_a_base_model_that_is_not_served_are_not_listed(talking: Talking) -> None:
+    for name, base_model in (("served", MODEL), ("gone", "tiny/gone")):
+        talking.store.checkpoints.save(new_checkpoint(name, owner=LOCAL_OWNER, base_model=base_model))
+    listed = {each["id"].rpartition("/")[2] for each in talking.call("GET", "/v1/models").json()["data"]}
+    assert "served" in listed
+    assert "gone" not in listed
+
+
 def test_a_refusal_for_too_much_says_when_to_come_again(own: Talking) -> None:
     own.app.state.services.open_requests._open.most = 0
     answer = own.call("POST", "/v1/completions", {"model": MODEL, "prompt": "fox"})
@@ -187,4 +196,9 @@ def test_every_refusal_has_openais_form(
     assert set(error) == {"message", "type", "param", "code"}
     assert error["code"] == code
     assert talking.call("GET", "/v1/completions").json()["error"]["message"].startswith("GET /v1/completions")
+    for place in ("/v1/responses", "/v1/embeddings", "/oai/api/v1/responses"):
+        unknown = talking.call("POST", place, {"model": MODEL})
+        assert (unknown.status, unknown.json()["error"]["code"]) == (404, "not_found")
+        assert "The endpoints are: GET /v1/models," in unknown.json()["error"]["message"]
+        assert "POST /v1/chat/completions." in unknown.json()["error"]["message"]
     assert talking.call("GET", "/v1/models", key=None).json()["error"]["code"] == "invalid_api_key"

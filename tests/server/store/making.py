@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
+from tinsmith.server.store import Store
+from tinsmith.server.store.models import insert_model
 from tinsmith.server.store.records import CheckpointKey, Done, Job, Lora, NewCheckpoint, NewJob, NewModel
 
 T = TypeVar("T")
@@ -70,6 +72,12 @@ def new_model(**changes: object) -> NewModel:
         session_id="s",
     )
     return msgspec.structs.replace(model, **changes)
+
+
+def add_model(store: Store, model: NewModel) -> None:
+    """As the job does that makes it, but without a job."""
+    database = store._database
+    database.write(lambda connection: insert_model(database, connection, model, database.now()))
 
 
 def new_checkpoint(name: str = "one", **changes: object) -> NewCheckpoint:

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import sqlalchemy as sa
 
-from tests.server.store.making import DONE, MODEL, SAMPLER, Clock, new_model, sample, training
+from tests.server.store.making import DONE, MODEL, SAMPLER, Clock, add_model, new_model, sample, training
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store import Store, curves, recent_samples, schema
 from tinsmith.server.store.records import (
@@ -39,7 +39,7 @@ def step(**metrics: float) -> Done:
 
 def run(store: Store, *outcomes: Outcome, model_id: str = MODEL, first: int = 0) -> None:
     """Operations of a model one after the other, each with this outcome."""
-    store.models.create(new_model(model_id=model_id))
+    add_model(store, new_model(model_id=model_id))
     for number, outcome in enumerate(outcomes, start=first):
         store.jobs.enqueue(training(number, model_id=model_id))
         (job,) = store.jobs.claim("tiny", "w", train=1)
@@ -71,7 +71,7 @@ def test_the_data_between_two_steps_make_one_point_weighted_by_what_they_count_f
 def test_several_models_in_one_batch_have_curves_of_their_own(store: Store) -> None:
     names = [f"s:train:{number}" for number in range(3)]
     for name in names:
-        store.models.create(new_model(model_id=name))
+        add_model(store, new_model(model_id=name))
     for outcome in (data(1.0), step()):
         for name in names:
             store.jobs.enqueue(training(None, model_id=name))
@@ -206,7 +206,7 @@ def test_what_is_no_number_does_not_spoil_a_mean(store: Store, short: None) -> N
 def test_curves_go_with_their_session(store: Store, clock: Clock) -> None:
     session = store.sessions.create(NewSession(owner="ann"))
     model = new_model(session_id=session.session_id, model_id=f"{session.session_id}:train:0", trainable=False)
-    store.models.create(model)
+    add_model(store, model)
     run(store, data(1.0), step(), model_id=model.model_id)
     run(store, data(1.0), step())
     store.sessions.finish(session.session_id, "ann", "success", None)

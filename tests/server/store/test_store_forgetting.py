@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from tests.server.store.making import DONE, Clock, new_checkpoint, new_model, sample, training
+from tests.server.store.making import DONE, Clock, add_model, new_checkpoint, new_model, sample, training
 from tinsmith.server.store import Store, ids
 from tinsmith.server.store.records import CheckpointKey, Failed, NewLoss, NewSampler, NewSession, Submission
 from tinsmith.server.store.schema import jobs, losses, models, samplers, sessions, streams
@@ -33,7 +33,7 @@ def used_session(store: Store) -> str:
     sampler_id = store.samplers.create(sampler).sampler_id
     loss = NewLoss(session_id=session_id, custom_loss_seq_id=0, owner="ann", name="loss", definition=b"graph")
     store.losses.create(loss)
-    store.models.create(new_model(model_id=model_id, session_id=session_id))
+    add_model(store, new_model(model_id=model_id, session_id=session_id))
     of_session = {"session_id": session_id}
     begun = [
         Submission(job=training(0, model_id=model_id, **of_session)),

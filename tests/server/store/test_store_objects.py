@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -13,6 +14,7 @@ from tests.server.store.making import (
     MODEL,
     SAMPLER,
     Clock,
+    add_model,
     at_once,
     new_checkpoint,
     new_model,
@@ -22,6 +24,7 @@ from tests.server.store.making import (
 )
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store import Store, schema
+from tinsmith.server.store.keys import KeyRefusedError
 from tinsmith.server.store.records import (
     Abandoned,
     Cancelled,
@@ -102,7 +105,7 @@ def test_sessions_are_listed_newest_first_in_pages(store: Store) -> None:
 
 def test_a_session_knows_its_models_and_samplers(store: Store) -> None:
     session_id = store.sessions.create(ANN).session_id
-    store.models.create(new_model(model_id="m1", session_id=session_id))
+    add_model(store, new_model(model_id="m1", session_id=session_id))
     sampler = store.samplers.create(
         NewSampler(session_id=session_id, sampling_session_seq_id=0, owner="ann", base_model="tiny")
     )
@@ -136,7 +139,7 @@ def test_of_others_only_sessions_with_something_published_are_found_and_never_by
     shared = store.sessions.create(NewSession(owner="bob", display_name="x", user_metadata={"a": "1"})).session_id
     private = store.sessions.create(NewSession(owner="bob")).session_id
     for session_id, model_id in ((shared, "m1"), (shared, "m2"), (private, "m3")):
-        store.models.create(new_model(model_id=model_id, owner="bob", session_id=session_id))
+        add_model(store, new_model(model_id=model_id, owner="bob", session_id=session_id))
         key = CheckpointKey(run_id=model_id, kind="weights", name="one")
         store.checkpoints.save(new_checkpoint(key=key, owner="bob"))
     store.checkpoints.set_public(CheckpointKey(run_id="m1", kind="weights", name="one"), "bob", True)
@@ -228,7 +231,7 @@ def test_a_search_continues_at_its_cursor(store: Store) -> None:
 
 def test_a_search_tells_how_much_a_session_stores(store: Store) -> None:
     session_id = store.sessions.create(ANN).session_id
-    store.models.create(new_model(session_id=session_id))
+    add_model(store, new_model(session_id=session_id))
     store.checkpoints.save(new_checkpoint("one", size_bytes=3))
     store.checkpoints.save(new_checkpoint("two", size_bytes=4))
     (summary,) = store.sessions.search(SessionQuery(reader="ann")).sessions
@@ -259,22 +262,22 @@ def test_every_submission_moves_the_time_of_the_last_request(store: Store) -> No
 
 def test_models_are_listed_newest_first_with_their_number(store: Store) -> None:
     for number in range(5):
-        store.models.create(new_model(model_id=f"m{number}"))
-    store.models.create(new_model(model_id="foreign", owner="bob"))
+        add_model(store, new_model(model_id=f"m{number}"))
+    add_model(store, new_model(model_id="foreign", owner="bob"))
     page = store.models.page("ann", limit=2, offset=1)
     assert ([model.model_id for model in page.items], page.total) == (["m3", "m2"], 5)
 
 
 def test_models_of_a_project_are_those_of_its_sessions(store: Store) -> None:
     session_id = store.sessions.create(NewSession(owner="ann", project_id="p")).session_id
-    store.models.create(new_model(model_id="inside", session_id=session_id))
-    store.models.create(new_model(model_id="outside"))
+    add_model(store, new_model(model_id="inside", session_id=session_id))
+    add_model(store, new_model(model_id="outside"))
     page = store.models.page("ann", limit=10, project_id="p")
     assert ([model.model_id for model in page.items], page.total) == (["inside"], 1)
 
 
 def test_a_published_checkpoint_makes_its_run_accessible_and_not_owned(store: Store) -> None:
-    store.models.create(new_model())
+    add_model(store, new_model())
     store.checkpoints.save(new_checkpoint())
     assert store.models.get(MODEL, "bob", "accessible") is None
     store.checkpoints.set_public(new_checkpoint().key, "ann", True)
@@ -285,7 +288,7 @@ def test_a_published_checkpoint_makes_its_run_accessible_and_not_owned(store: St
 
 
 def test_the_first_reason_for_corruption_stands_until_the_model_goes_on(store: Store) -> None:
-    store.models.create(new_model())
+    add_model(store, new_model())
     store.models.mark_corrupted(MODEL, "snapshot unreadable")
     store.models.mark_corrupted(MODEL, "later")
     model = store.models.get(MODEL, "ann")
@@ -312,7 +315,7 @@ def test_a_repeated_sampling_session_finds_its_first(store: Store) -> None:
 
 
 def test_a_snapshot_gives_way_to_later_ones_only(store: Store) -> None:
-    store.models.create(new_model())
+    add_model(store, new_model())
     assert store.models.snapshots() == {MODEL: Snapshots()}
     both = Snapshots(last=9, previous=5)
     assert store.models.set_snapshot(MODEL, 5) == SnapshotChange(is_newest=True, kept=Snapshots(last=5))
@@ -323,7 +326,7 @@ def test_a_snapshot_gives_way_to_later_ones_only(store: Store) -> None:
 
 
 def test_a_damaged_snapshot_is_forgotten_and_never_becomes_the_previous_one(store: Store) -> None:
-    store.models.create(new_model())
+    add_model(store, new_model())
     for seq_id in (5, 9):
         store.models.set_snapshot(MODEL, seq_id)
     store.models.forget_snapshots(MODEL, [9])
@@ -335,7 +338,7 @@ def test_a_damaged_snapshot_is_forgotten_and_never_becomes_the_previous_one(stor
 
 def test_a_snapshot_of_a_model_that_was_given_up_is_not_wanted(store: Store, clock: Clock) -> None:
     session_id = store.sessions.create(ANN).session_id
-    store.models.create(new_model(session_id=session_id))
+    add_model(store, new_model(session_id=session_id))
     store.sessions.finish(session_id, "ann", "success")
     clock.pass_(HOUR)
     assert store.models.remove_idle(idle_since=clock()) == [MODEL]
@@ -347,9 +350,9 @@ def test_a_snapshot_of_a_model_that_was_given_up_is_not_wanted(store: Store, clo
 def test_a_model_is_given_up_long_after_its_session_unless_somebody_works_on_it(store: Store, clock: Clock) -> None:
     ended, active = (store.sessions.create(ANN).session_id for _ in range(2))
     for model_id, session_id in (("idle", ended), ("waited-for", ended), ("used", ended), ("active", active)):
-        store.models.create(new_model(model_id=model_id, session_id=session_id))
+        add_model(store, new_model(model_id=model_id, session_id=session_id))
         store.jobs.enqueue(training(0, model_id=model_id))
-    store.models.create(new_model(model_id="copies", session_id=None, trainable=False))
+    add_model(store, new_model(model_id="copies", session_id=None, trainable=False))
     store.models.set_snapshot("idle", 0)
     store.jobs.enqueue(training(5, model_id="idle"))  # the numbers before it never come
     store.sessions.finish(ended, "ann", "success")
@@ -546,7 +549,7 @@ def test_the_latest_checkpoint_of_many_runs_in_one_query(store: Store) -> None:
 
 def test_storage_is_counted_by_project(store: Store) -> None:
     session_id = store.sessions.create(NewSession(owner="ann", project_id="p")).session_id
-    store.models.create(new_model(session_id=session_id))
+    add_model(store, new_model(session_id=session_id))
     store.checkpoints.save(new_checkpoint("one", size_bytes=2**40))
     store.checkpoints.save(new_checkpoint("two", size_bytes=1))
     assert store.checkpoints.storage("ann") == [Storage(project_id="p", count=2, size_bytes=2**40 + 1)]
@@ -555,8 +558,8 @@ def test_storage_is_counted_by_project(store: Store) -> None:
 
 def test_a_run_of_copies_has_a_project_of_its_own(store: Store) -> None:
     session_id = store.sessions.create(NewSession(owner="ann", project_id="old")).session_id
-    store.models.create(new_model(model_id="trained", session_id=session_id))
-    store.models.create(new_model(model_id="copied", session_id=None, project_id="team", trainable=False))
+    add_model(store, new_model(model_id="trained", session_id=session_id))
+    add_model(store, new_model(model_id="copied", session_id=None, project_id="team", trainable=False))
     key = CheckpointKey(run_id="copied", kind="weights", name="one")
     store.checkpoints.save(new_checkpoint(key=key, size_bytes=7))
 
@@ -580,6 +583,23 @@ def test_a_key_is_shown_once_and_verified_by_its_hash(store: Store) -> None:
     assert new.plain not in repr(new)
     assert new.plain not in repr(store.keys.all())
     assert new.key.hint == new.plain[-4:]
+
+
+def test_a_name_and_the_last_free_place_are_given_once_however_many_ask_at_once(store: Store) -> None:
+    store.keys.create("ann", "first")
+
+    def create(name: str) -> bool:
+        try:
+            store.keys.create("ann", name, most=3)
+        except KeyRefusedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(6) as threads:
+        assert sum(threads.map(create, 6 * ["same"])) == 1
+        assert sum(threads.map(create, "abcdef")) == 1
+    assert not create("one more")
+    assert store.keys.create("bob", "same").key.owner == "bob"
 
 
 def test_half_a_hash_proves_nothing(store: Store) -> None:

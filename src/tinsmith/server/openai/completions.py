@@ -87,3 +87,9 @@ ENDPOINTS = (
     _endpoint("POST", "completions", completions, CompletionRequest),
     _endpoint("POST", "chat/completions", chat_completions, ChatCompletionRequest),
 )
+
+
+def no_such_endpoint(status: int, detail: str, error: Exception | None = None) -> Response:
+    """OpenAI's API has more of them than there are here."""
+    known = ", ".join(f"{each.method} {each.path}" for each in ENDPOINTS)
+    return refusal(status, f"{detail} The endpoints are: {known}.", error)

@@ -66,6 +66,10 @@ def _is_live(model: Model) -> bool:
     return model.trainable and model.removed is None
 
 
+def _is_sampled(checkpoint: Checkpoint) -> bool:
+    return checkpoint.key.kind in _SAMPLED_KINDS
+
+
 async def listed(call: Call) -> list[dict[str, Any]]:
     """The base models, and what the caller has trained, newest first."""
     checkpoints = await call.stored(call.store.checkpoints.page, call.owner, limit=_MOST_LISTED)
@@ -74,7 +78,7 @@ async def listed(call: Call) -> list[dict[str, Any]]:
     return [
         *map(_base, models.values()),
         *(_run(each) for each in runs.items if _is_live(each) and each.base_model in models),
-        *(_checkpoint(each) for each in checkpoints.items if each.key.kind in _SAMPLED_KINDS),
+        *(_checkpoint(each) for each in checkpoints.items if _is_sampled(each) and each.base_model in models),
     ]
 
 

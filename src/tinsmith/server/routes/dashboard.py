@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from starlette.responses import Response
@@ -17,6 +18,7 @@ from tinsmith.server.routes._call import Call, Endpoint, nothing, reply_plain, s
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.routes._paging import number_in, page_of
 from tinsmith.server.routes._thinned import thinned
+from tinsmith.server.store.keys import KeyRefusedError
 from tinsmith.server.store.records import ApiKey, Model, QueueDepth, RecentSample, RunProgress, ShownCompletion
 from tinsmith.server.texts import Texts
 from tinsmith.types._model import Request
@@ -91,10 +93,20 @@ async def _runs(call: Call, runs: Sequence[Model]) -> list[dict[str, Any]]:
     progress = await call.stored(call.store.curves.progress, ids)
     sessions = {run.session_id for run in runs if run.session_id is not None}
     names = await call.stored(call.store.sessions.display_names, sessions)
-    return [_run(run, progress.get(run.model_id, RunProgress()), names.get(run.session_id or "")) for run in runs]
+    active = await call.stored(call.store.sessions.active, sessions)
+    at_work = await call.stored(call.store.jobs.at_work, ids)
+    return [
+        {
+            **_run(run, progress.get(run.model_id, RunProgress())),
+            "session_name": names.get(run.session_id or ""),
+            "is_open": run.trainable and run.session_id in active,
+            "is_at_work": run.model_id in at_work,
+        }
+        for run in runs
+    ]
 
 
-def _run(run: Model, progress: RunProgress, session_name: str | None) -> dict[str, Any]:
+def _run(run: Model, progress: RunProgress) -> dict[str, Any]:
     return {
         "run_id": run.model_id,
         "base_model": run.base_model,
@@ -103,7 +115,6 @@ def _run(run: Model, progress: RunProgress, session_name: str | None) -> dict[st
         "last_request": run.last_request.timestamp(),
         "corrupted": run.corrupted,
         "is_removed": run.removed is not None,
-        "session_name": session_name,
         "steps": progress.steps,
         "last": progress.last,
     }
@@ -197,11 +208,12 @@ async def create_key(call: Call) -> Response:
     name = request.name.strip()
     if not 0 < len(name) <= _LONGEST_KEY_NAME or not name.isprintable():
         raise refuse("name", f"is {request.name[:40]!r}; take 1 to {_LONGEST_KEY_NAME} printable characters")
-    known = await call.stored(call.store.keys.all, call.owner)
-    if sum(key.revoked is None for key in known) >= _MOST_KEYS:
-        raise status_error(409, f"There are {_MOST_KEYS} keys of this owner already; revoke one that is not used.")
     call.services.paperwork.charge(call.owner, len(name))
-    made = await call.stored(call.store.keys.create, call.owner, name, address=audit.address(call))
+    create = partial(call.store.keys.create, address=audit.address(call), made_by=current.key_id, most=_MOST_KEYS)
+    try:
+        made = await call.stored(create, call.owner, name)
+    except KeyRefusedError as error:
+        raise status_error(409, error.message) from None
     return reply_plain({"key": _key(made.key, current), "plain": made.plain})
 
 

@@ -13,6 +13,7 @@ from tinsmith.errors import APIStatusError, MissingExtraError
 from tinsmith.export import FORMS, PEFT, Adapter, BaseModel, Story, export_files
 from tinsmith.server import audit
 from tinsmith.server.checks import check_base_of, refuse
+from tinsmith.server.embedded import is_unpacked
 from tinsmith.server.engine.adapter_facts import check_sound
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.exporting import ExportArchive
@@ -52,12 +53,15 @@ async def export_checkpoint(call: Call) -> Response:
 def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     """Whatever is wrong with it is found here, before anything is sent."""
     path = checkpoint.key.tinker_path
-    facts = None if form == PEFT else check_base_of(checkpoint, call.services.models)
-    story = Story(checkpoint.base_model, path, call.request.query_params.get("data_note", ""))
+    models = call.services.models
+    # An adapter is exported without its base, which need not be served any more.
+    facts = models.get(checkpoint.base_model) if form == PEFT else check_base_of(checkpoint, models)
+    data_note = call.request.query_params.get("data_note", "")
+    story = Story(checkpoint.base_model, path, data_note, facts is not None and is_unpacked(facts.folder))
     folder = call.services.folders.folder(path)
     try:
         check_sound(folder)
-        base = None if facts is None else BaseModel(facts.folder, facts.name)
+        base = None if form == PEFT or facts is None else BaseModel(facts.folder, facts.name)
         files = export_files(form, Adapter(folder), base, story)
     except FileNotFoundError:  # deleted in this moment
         raise status_error(404, f"There is no checkpoint {path}.") from None

@@ -511,6 +511,15 @@ class Jobs:
         missing = self.first_missing(stream)
         return missing if unfinished is None else min(unfinished, missing)
 
+    def at_work(self, model_ids: Collection[str]) -> set[str]:
+        """Those of these models for which something waits or runs.
+
+        A job without a turn does not count: it waits for a number that may never come.
+        """
+        mine = sa.and_(jobs.c.stream.in_(model_ids), jobs.c.done_serial.is_(None))  # an index finds these
+        query = sa.select(jobs.c.stream).distinct().where(mine, jobs.c.finished.is_(None), jobs.c.turn.is_not(None))
+        return set(self._database.all(query, lambda row: str(row.stream)))
+
     def depths(self, owner: str | None = None) -> list[QueueDepth]:
         """What waits and what runs, of one owner or of all, by base model and kind."""
         group = (jobs.c.base_model, jobs.c.kind, jobs.c.state)

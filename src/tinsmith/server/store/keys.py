@@ -6,6 +6,7 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Callable
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -28,20 +29,53 @@ class Keys:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, owner: str, name: str, note: str = "", *, address: str | None = None) -> NewKey:
-        """A new random key; this is the only time it is shown. `address` is where it is made from."""
-        plain = f"tml-{secrets.token_urlsafe(32)}"
-        return NewKey(key=self.register(plain, name, owner=owner, note=note, address=address), plain=plain)
+    def create(
+        self,
+        owner: str,
+        name: str,
+        note: str = "",
+        *,
+        address: str | None = None,
+        made_by: int | None = None,
+        most: int | None = None,
+    ) -> NewKey:
+        """A new random key; this is the only time it is shown. An empty owner becomes one of its own.
 
-    def register(
-        self, plain: str, name: str, *, owner: str | None = None, note: str = "", address: str | None = None
-    ) -> ApiKey:
-        """Accept a key that was chosen elsewhere; its owner is its own unless said otherwise.
+        `address` is where it is made from, `made_by` the key that it is made with. `KeyRefusedError` if the owner has
+        one of that name, or as many as `most`.
+        """
+        plain = f"tml-{secrets.token_urlsafe(32)}"
+        values = self._values(plain, name, owner, note)
+
+        def write(connection: sa.Connection) -> ApiKey:
+            _check_room(connection, owner, name, most)
+            key = _key(connection.execute(sa.insert(keys).returning(*_COLUMNS), values).one())
+            by = {} if made_by is None else {"made_by": made_by}
+            note_event(connection, _event("key_create", key, address, **by), key.created)
+            return key
+
+        return NewKey(key=self._database.write(write), plain=plain)
+
+    def register(self, plain: str, name: str, *, address: str | None = None) -> ApiKey:
+        """Accept a key that was chosen elsewhere; its owner is its own.
 
         A key that is known already stays as it is, even if it was revoked.
         """
+        values = self._values(plain, name)
+
+        def write(connection: sa.Connection) -> ApiKey:
+            insert = self._database.insert(keys).on_conflict_do_nothing().returning(keys.c.key_id)
+            is_new = connection.execute(insert, values).first() is not None
+            key = _key(connection.execute(sa.select(*_COLUMNS).where(keys.c.hash == values["hash"])).one())
+            if is_new:
+                note_event(connection, _event("key_create", key, address), key.created)
+            return key
+
+        return self._database.write(write)
+
+    def _values(self, plain: str, name: str, owner: str = "", note: str = "") -> dict[str, Any]:
         digest = _hash(plain)
-        values = {
+        return {
             "prefix": digest[:_PREFIX],
             "hash": digest,
             "owner": owner or f"key-{digest[:12]}",
@@ -50,16 +84,6 @@ class Keys:
             "hint": plain[-4:],
             "created": self._database.now(),
         }
-
-        def write(connection: sa.Connection) -> ApiKey:
-            insert = self._database.insert(keys).on_conflict_do_nothing().returning(keys.c.key_id)
-            is_new = connection.execute(insert, values).first() is not None
-            key = _key(connection.execute(sa.select(*_COLUMNS).where(keys.c.hash == digest)).one())
-            if is_new:
-                note_event(connection, _event("key_create", key, address), key.created)
-            return key
-
-        return self._database.write(write)
 
     def verify(self, plain: str) -> ApiKey | None:
         """The key as it is known, `None` if it is unknown or revoked."""
@@ -101,8 +125,26 @@ class Keys:
         return self._database.write(write, must_fit=True)
 
 
-def _event(event: str, key: ApiKey, address: str | None) -> NewEvent:
-    return NewEvent(owner=key.owner, event=event, key_id=key.key_id, address=address, details={"name": key.name})
+class KeyRefusedError(InvalidInputError):
+    """A key cannot be made, because of those that its owner has."""
+
+
+def _check_room(connection: sa.Connection, owner: str, name: str, most: int | None) -> None:
+    """Its owner's first key is locked, so that those who ask at the same time ask one after the other."""
+    mine = keys.c.owner == owner
+    connection.execute(sa.select(keys.c.key_id).where(mine).order_by(keys.c.key_id).limit(1).with_for_update())
+    names = connection.scalars(sa.select(keys.c.name).where(mine, keys.c.revoked.is_(None))).all()
+    if name in names:
+        raise KeyRefusedError(
+            f"There is a key {name!r} of this owner already; take another name, or revoke that one.", field="name"
+        )
+    if most is not None and len(names) >= most:
+        raise KeyRefusedError(f"There are {most} keys of this owner already; revoke one that is not used.")
+
+
+def _event(event: str, key: ApiKey, address: str | None, **more: int) -> NewEvent:
+    details = {"name": key.name, **more}
+    return NewEvent(owner=key.owner, event=event, key_id=key.key_id, address=address, details=details)
 
 
 def _hash(plain: str) -> str:

@@ -43,10 +43,6 @@ class Models:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def create(self, model: NewModel) -> None:
-        """Write a model that no job creates: a run for copied checkpoints. Its id may exist already."""
-        self._database.write(lambda c: insert_model(self._database, c, model, self._database.now()))
-
     def get(self, model_id: str, owner: str, scope: AccessScope = "owned") -> Model | None:
         query = _MODELS.where(models.c.model_id == model_id, visible(owner, scope, self._database.now()))
         return self._database.first(query, _model)
@@ -184,6 +180,7 @@ def _snapshots(row: Row) -> Snapshots:
 
 
 def insert_model(database: Database, connection: sa.Connection, model: NewModel, now: datetime) -> None:
+    """Its id may exist already: whoever asks twice asks for the same."""
     values = {
         "model_id": model.model_id,
         "session_id": model.session_id,

@@ -75,6 +75,13 @@ class Sessions:
         query = sa.select(sessions.c.session_id, sessions.c.display_name).where(named)
         return dict(self._database.all(query, lambda row: (row.session_id, row.display_name)))
 
+    def active(self, session_ids: Collection[str]) -> set[str]:
+        """Those of these that have not ended."""
+        query = sa.select(sessions.c.session_id).where(
+            sessions.c.session_id.in_(session_ids), sessions.c.state == "active"
+        )
+        return set(self._database.all(query, lambda row: str(row.session_id)))
+
     def get(self, session_id: str, reader: str, scope: AccessScope = "owned") -> Session | None:
         query = sa.select(sessions).where(sessions.c.session_id == session_id, self._visible(reader, scope))
         return self._database.first(query, _session)

@@ -8,6 +8,7 @@ const LEFT = 52;
 const RIGHT = 10;
 const TOP = 8;
 const BOTTOM = 20;
+const GAP = 8;
 const COLOURS = 8;
 const LEAST_DRAG = 4;
 
@@ -40,7 +41,7 @@ export class Chart {
   constructor(title, group, signal, { height = 190, ...options } = {}) {
     this.title = title;
     this.group = group;
-    this.options = { formatX: step, formatY: number, formatTick: tick, ...options };
+    this.options = { formatX: step, ticksX: ticks, formatY: number, formatTick: tick, ...options };
     this.canvas = h("canvas", { role: "img", tabindex: "0" });
     this.canvas.style.height = `${height}px`;
     this.readout = h("p", { class: "readout" });
@@ -196,7 +197,8 @@ export class Chart {
     const { isLog } = this.group;
     const scale = isLog ? Math.log : (y) => y;
     const spare = (scale(high) - scale(low)) * 0.05 || (isLog ? 0.1 : Math.abs(high) * 0.05 || 0.5);
-    const [bottom, top] = [scale(low) - spare, scale(high) + spare];
+    const bottom = low === this.options.least && !isLog ? low : scale(low) - spare; // nothing is below the least
+    const top = scale(high) + spare;
     const [plotWidth, plotHeight] = [width - LEFT - RIGHT, height - TOP - BOTTOM];
     return {
       from, to,
@@ -224,13 +226,14 @@ export class Chart {
     }
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
-    let last = "";
-    for (const mark of ticks(from, to, Math.max(2, Math.round((width - LEFT) / 90)))) {
+    let [last, end] = ["", -Infinity];
+    for (const mark of this.options.ticksX(from, to, Math.max(2, Math.round((width - LEFT) / 90)))) {
       const text = this.options.formatX(mark);
-      if (text === last) continue; // finer than what it is rounded to
-      last = text;
       const half = pen.measureText(text).width / 2;
-      pen.fillText(text, Math.min(width - half - 2, x(mark)), height - 5);
+      const at = Math.min(width - half - 2, x(mark));
+      if (text === last || at - half < end) continue; // finer than what it is rounded to, or no room
+      [last, end] = [text, at + half + GAP];
+      pen.fillText(text, at, height - 5);
     }
   }
 

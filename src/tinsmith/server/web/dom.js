@@ -12,6 +12,11 @@ export function h(tag, properties = {}, ...children) {
   return element;
 }
 
+/** The parts of a text in which what stands between backticks is code. */
+export function prose(text) {
+  return text.split("`").map((part, place) => (place % 2 ? h("code", {}, part) : part));
+}
+
 /** A table that scrolls sideways by itself when it is too wide. `columns` are [title, class] pairs. */
 export function table(label, columns, body = h("tbody")) {
   const heads = columns.map(([title, kind]) => h("th", { scope: "col", class: kind }, title));

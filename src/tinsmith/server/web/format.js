@@ -44,12 +44,13 @@ export function percent(share) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 }
 
+/** In the units of the command line. */
 export function bytes(size) {
   if (size === null || size === undefined) return "–";
-  const units = ["B", "kB", "MB", "GB", "TB"];
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
-  while (size >= 1000 && power < units.length - 1) [size, power] = [size / 1000, power + 1];
-  return `${power && size < 100 ? size.toFixed(1) : Math.round(size)} ${units[power]}`;
+  while (size >= 1024 && power < units.length - 1) [size, power] = [size / 1024, power + 1];
+  return `${power ? size.toFixed(1) : size} ${units[power]}`;
 }
 
 export function duration(seconds) {

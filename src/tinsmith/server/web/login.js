@@ -1,7 +1,7 @@
 // The door: asks for a key, and says why it was not taken.
 
 import { signIn } from "./api.js";
-import { h } from "./dom.js";
+import { h, prose } from "./dom.js";
 
 /** `enter(signIn)` goes in with what `signIn` stores, or throws. */
 export function show(main, enter) {
@@ -20,7 +20,7 @@ export function show(main, enter) {
     try {
       await enter(() => signIn(key.value.trim(), stays.checked));
     } catch (error) {
-      trouble.textContent = error.message;
+      trouble.replaceChildren(...prose(error.message));
       button.disabled = false;
       key.select();
     }

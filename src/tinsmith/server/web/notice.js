@@ -1,9 +1,11 @@
 // The quiet bar below the head: what went wrong last, and what happens next.
 
+import { prose } from "./dom.js";
+
 const bar = document.getElementById("notice");
 
 export function tell(text, isTrouble = true) {
-  if (bar.textContent !== text) bar.textContent = text;
+  if (bar.textContent !== text.replaceAll("`", "")) bar.replaceChildren(...prose(text));
   bar.classList.toggle("trouble", isTrouble);
   bar.hidden = false;
 }

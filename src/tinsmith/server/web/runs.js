@@ -66,7 +66,7 @@ function makeRow(run, choose) {
 
 function updateRow(row, run) {
   const now = Date.now() / 1000;
-  const isLively = now - run.last_request < LIVELY_SECONDS;
+  const isActive = run.is_at_work || (run.is_open && now - run.last_request < LIVELY_SECONDS);
   fill(row, {
     session: run.session_name ?? "",
     base: run.base_model,
@@ -75,7 +75,7 @@ function updateRow(row, run) {
     loss: number(run.last.loss),
     age: duration(now - run.created),
     request: duration(now - run.last_request),
-    state: run.corrupted !== null ? "corrupted" : run.is_removed ? "removed" : isLively ? "active" : "idle",
+    state: run.corrupted !== null ? "corrupted" : run.is_removed ? "removed" : isActive ? "active" : "idle",
   });
   const state = row.querySelector(".state");
   state.dataset.state = state.textContent;

@@ -100,7 +100,17 @@ export function decimate(xs, ys, from, to, columns) {
 export function ticks(low, high, wanted) {
   const rough = (high - low) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10);
+  return multiples(low, high, power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10));
+}
+
+/** The same of seconds since 1970, round as clocks are. */
+export function clockTicks(low, high, wanted) {
+  const rough = (high - low) / Math.max(1, wanted);
+  const step = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800].find((seconds) => seconds >= rough);
+  return step === undefined ? ticks(low, high, wanted) : multiples(low, high, step);
+}
+
+function multiples(low, high, step) {
   const result = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) result.push(i * step || 0); // not -0
   return result;

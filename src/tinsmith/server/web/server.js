@@ -6,16 +6,18 @@ import { confirmed, empty, fill, h, keep, table } from "./dom.js";
 import { clock, count, duration, moment, percent } from "./format.js";
 import { attempt, tell } from "./notice.js";
 import { poll } from "./polling.js";
-import { Series } from "./series.js";
+import { Series, clockTicks } from "./series.js";
 
 export const title = "Server";
 
 const SECONDS = 2;
 const KEPT = 900; // half an hour of overviews
+const BY_THE_CLOCK = { formatX: clock, ticksX: clockTicks };
 const SHARE = { formatY: percent, formatTick: percent, most: 1 };
+const RATE = { most: 10 };
 const FIGURES = [
-  ["train_tokens_per_second", "training, tokens/s", {}],
-  ["sample_tokens_per_second", "sampling, tokens/s", {}],
+  ["train_tokens_per_second", "training, tokens/s", RATE],
+  ["sample_tokens_per_second", "sampling, tokens/s", RATE],
   ["batch_fill", "batch fill", SHARE],
   ["kv_used_share", "KV cache in use", SHARE],
 ];
@@ -69,7 +71,7 @@ function past(model, figure) {
 function makeModel(model, signal) {
   const group = new Group();
   const charts = FIGURES.map(([figure, caption, options]) => {
-    const chart = new Chart(caption, group, signal, { height: 110, formatX: clock, least: 0, ...options });
+    const chart = new Chart(caption, group, signal, { height: 110, ...BY_THE_CLOCK, least: 0, ...options });
     chart.lines = [{ label: model.name, place: 0, series: past(model.name, figure) }];
     return chart;
   });
