@@ -1,5 +1,6 @@
 """What all tests rely on."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -25,3 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that of the processes that share the files none ends long after the other."""
     places = {name: place for place, name in enumerate(_SLOW)}
     items.sort(key=lambda item: places.get(item.path.relative_to(Path(__file__).parent).parts[0], len(_SLOW)))
+
+
+def pytest_collection_finish() -> None:
+    """All that was imported and collected stays; whoever collects garbage need not look through it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Native libraries complain of what is still there when the interpreter ends."""
+    gc.unfreeze()

@@ -18,7 +18,7 @@ from tests.end_to_end.serving import KEY, ServerProcess
 
 MODEL = "tiny/model-1"
 ADAM = tinsmith.AdamParams(learning_rate=1e-2)
-NUM_COPIES = 3
+NUM_COPIES = 2
 
 
 def loss(trainer: tinsmith.TrainingClient) -> float:
@@ -82,17 +82,16 @@ def test_a_copy_taken_while_the_server_works_is_a_server_of_that_moment(
                 assert loss(trainer) == pytest.approx(losses[checkpoint.checkpoint_id.partition("/")[2]], rel=1e-5)
 
 
-def test_a_copy_goes_to_no_place_where_it_would_do_harm(tmp_path: Path, models: Mapping[str, Path]) -> None:
-    with ServerProcess(tmp_path / "state", {MODEL: models[MODEL]}) as server:
-        inside = back_up(server, server.state / "copy")
-        assert (inside.returncode, inside.stdout) == (1, "")
-        assert "lies within" in inside.stderr
-        assert back_up(server, tmp_path / "copy").returncode == 0
-        again = back_up(server, tmp_path / "copy")
-        assert again.returncode == 1
-        assert "--force" in again.stderr
-        assert back_up(server, tmp_path / "copy", "--force").returncode == 0
-        assert (tmp_path / "copy" / "database-id").read_text() == (server.state / "database-id").read_text()
+def test_a_copy_goes_to_no_place_where_it_would_do_harm(tmp_path: Path, server: ServerProcess) -> None:
+    inside = back_up(server, server.state / "copy")
+    assert (inside.returncode, inside.stdout) == (1, "")
+    assert "lies within" in inside.stderr
+    assert back_up(server, tmp_path / "copy").returncode == 0
+    again = back_up(server, tmp_path / "copy")
+    assert again.returncode == 1
+    assert "--force" in again.stderr
+    assert back_up(server, tmp_path / "copy", "--force").returncode == 0
+    assert (tmp_path / "copy" / "database-id").read_text() == (server.state / "database-id").read_text()
     command = [COMMAND, "backup", tmp_path / "other", "--state", tmp_path / "nothing"]
     nowhere = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert nowhere.returncode == 1

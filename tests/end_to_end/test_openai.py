@@ -105,6 +105,16 @@ def close(logprobs: list[float]) -> Any:
 # --- what is sampled -------------------------------------------------------------------------------------------------
 
 
+def test_a_reward_in_the_metadata_is_shown_beside_the_sample(complete: Ask, chat: Ask, server: ServerProcess) -> None:
+    asked = openai.DefaultHttpxClient(base_url=server.url, headers={"X-API-Key": KEY})
+    complete(max_tokens=1)
+    complete(max_tokens=1, extra_body={"metadata": {"reward": 0.5}})
+    chat(max_tokens=1, metadata={"reward": "-0.25", "of": "somebody"})
+    with asked:
+        shown = asked.get("/dashboard/api/samples", params={"limit": 3}).json()["samples"]
+    assert [sample["reward"] for sample in shown] == [-0.25, 0.5, None]
+
+
 def test_a_chat_is_what_asample_gives_for_its_template(
     chat: Ask, service: tinsmith.ServiceClient, tokenizer: Tokenizer
 ) -> None:

@@ -12,6 +12,11 @@ from typing import Any
 FOLDER = Path(__file__).parents[2] / "examples"
 TRAINING = ("demo", "preference", "reinforcement", "custom_loss", "distillation")
 OUR_IMPORT = "import tinsmith as tinker\n"
+SMALLER = {
+    "distillation": {"BATCH": 4, "HELD_OUT": 4},
+    "demo": {"HELD_OUT": ["What is a library?", "How do I stay healthy?"]},
+}
+"""Sizes with which an example makes its point in less time than with those that are good to read."""
 
 
 def load(name: str, package: str = "tinsmith") -> ModuleType:
@@ -26,6 +31,9 @@ def load(name: str, package: str = "tinsmith") -> ModuleType:
         sys.path.insert(0, str(FOLDER))  # where it finds its neighbour when it is run as a script
     exec(compile(source.replace(OUR_IMPORT, f"import {package} as tinker\n"), path, "exec"), module.__dict__)
     assert module.tinker.__name__ == package
+    smaller: dict[str, Any] = SMALLER.get(name, {})
+    assert smaller.keys() <= vars(module).keys()
+    vars(module).update(smaller)
     return module
 
 

@@ -52,8 +52,11 @@ def prepared(process: subprocess.Popen[str]) -> Prepared:
 
 
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kept = os.environ.get("TINSMITH_TEST_CACHE")
-    return Path(kept) if kept else tmp_path_factory.getbasetemp() / "embedded"
+    """One for all processes that share the tests; whoever comes while another converts waits for it."""
+    if kept := os.environ.get("TINSMITH_TEST_CACHE"):
+        return Path(kept)
+    ours = tmp_path_factory.getbasetemp()
+    return (ours.parent if "PYTEST_XDIST_WORKER" in os.environ else ours) / "embedded"
 
 
 def embedded_folder(cache: Path) -> Path:

@@ -50,6 +50,8 @@ class SampleJob(SampleRequest):
     """Tokens that end a sample, whatever its stops are."""
     is_streamed: bool = False
     """Whether its tokens are told as they are drawn."""
+    reward: float | None = None
+    """Shown beside it to those who look at samples."""
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):

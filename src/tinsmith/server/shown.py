@@ -82,6 +82,7 @@ class ShownSamples:
             base_model=job.base_model,
             prompt=request.prompt.to_ints()[:LONGEST],
             completions=[*map(_completion, response.sequences[:COMPLETIONS])],
+            reward=request.reward,
         )
 
     def _has_room(self, owner: str) -> bool:

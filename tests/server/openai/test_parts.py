@@ -202,3 +202,10 @@ def test_every_refusal_has_openais_form(
         assert "The endpoints are: GET /v1/models," in unknown.json()["error"]["message"]
         assert "POST /v1/chat/completions." in unknown.json()["error"]["message"]
     assert talking.call("GET", "/v1/models", key=None).json()["error"]["code"] == "invalid_api_key"
+
+
+def test_a_reward_that_is_no_number_is_refused(talking: Talking) -> None:
+    for wrong in ("much", [1], "nan", 10**400):
+        body = {"model": MODEL, "prompt": "fox", "metadata": {"reward": wrong}}
+        refused = talking.call("POST", "/v1/completions", body)
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "metadata")

@@ -10,10 +10,10 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 from tinsmith._version import __version__
 from tinsmith.server.config import ServerConfig
@@ -57,10 +57,10 @@ class Places:
         self._store = store
         self._now = now
         self._places: dict[str, _Place] = {}
-        self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._making: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def seat(self, call: Call, source: Source) -> Seat:
-        async with self._making[call.owner]:
+        async with self._making.setdefault(call.owner, asyncio.Lock()):
             place = self._places.get(call.owner)
             if place is None:
                 place = self._places[call.owner] = await self._open(call)

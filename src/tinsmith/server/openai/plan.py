@@ -92,7 +92,7 @@ async def plan_chat(call: Call, asked: ChatCompletionRequest) -> Plan:
     limited_by = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
     _check_length("messages", limited_by, len(prompt), limit, facts)
     ends = {*facts.eos_token_ids, *(() if end_of_turn is None else (end_of_turn,))}
-    job = _job(prompt, asked.params(limit), asked.count, ends, is_streamed=bool(asked.stream), top=asked.top or 0)
+    job = _job(asked, prompt, asked.params(limit), ends, top=asked.top or 0)
     return Plan(source, facts, text, Ending(ends, asked.stops), [prompt], [job], asked.top is not None)
 
 
@@ -115,15 +115,7 @@ async def plan_completion(call: Call, asked: CompletionRequest) -> Plan:
     if is_echoed and asked.stream and top is not None:
         raise invalid("echo", "cannot be streamed together with logprobs: those of the prompt are known at the end")
     jobs = [
-        _job(
-            prompt,
-            params,
-            asked.count,
-            facts.eos_token_ids,
-            is_streamed=bool(asked.stream),
-            top=top or 0,
-            scores_prompt=is_echoed and top is not None,
-        )
+        _job(asked, prompt, params, facts.eos_token_ids, top=top or 0, scores_prompt=is_echoed and top is not None)
         for prompt in prompts
     ]
     ending = Ending(facts.eos_token_ids, asked.stops)
@@ -131,24 +123,24 @@ async def plan_completion(call: Call, asked: CompletionRequest) -> Plan:
 
 
 def _job(
+    asked: ChatCompletionRequest | CompletionRequest,
     prompt: list[int],
     params: SamplingParams,
-    count: int,
     ends: Sequence[int] | set[int],
     *,
-    is_streamed: bool,
     top: int,
     scores_prompt: bool = False,
 ) -> SampleJob:
     return SampleJob(
         prompt=ModelInput.from_ints(prompt),
         sampling_params=params,
-        num_samples=count,
+        num_samples=asked.count,
         topk_sample_logprobs=top,
         prompt_logprobs=scores_prompt or None,
         topk_prompt_logprobs=top if scores_prompt else 0,
         end_tokens=sorted(ends),
-        is_streamed=is_streamed,
+        is_streamed=bool(asked.stream),
+        reward=asked.reward,
     )
 
 

@@ -6,6 +6,7 @@ known are ignored, as clients of OpenAI's API send many that change nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,12 @@ class _Sampling(Response):
     max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = None
+    """Notes of the client's own, of which the reward of the answer is shown beside it."""
+
+    @property
+    def reward(self) -> float | None:
+        return None if self.metadata is None or "reward" not in self.metadata else float(self.metadata["reward"])
 
     @property
     def count(self) -> int:
@@ -109,6 +116,15 @@ class _Sampling(Response):
         if len(self.stops) > MAX_STOPS or not all(1 <= len(stop) <= MAX_STOP_LENGTH for stop in self.stops):
             possible = f"up to {MAX_STOPS} texts, none of them empty or longer than {MAX_STOP_LENGTH} characters"
             raise invalid("stop", f"must be a text or {possible}")
+        self._check_reward()
+
+    def _check_reward(self) -> None:
+        try:
+            is_number = self.reward is None or math.isfinite(self.reward)
+        except (TypeError, ValueError, OverflowError):
+            is_number = False
+        if not is_number:
+            raise invalid("metadata", "has a reward that is no number; give one such as 0.5 or '0.5', or leave it out")
 
     def params(self, max_tokens: int) -> SamplingParams:
         return SamplingParams(

@@ -181,7 +181,7 @@ def _as_text(samples: Sequence[RecentSample], texts: Texts) -> list[dict[str, An
             "run_id": sample.run_id,
             "prompt": text(sample, sample.prompt),
             "completions": [completion(sample, shown) for shown in sample.completions],
-            "reward": None,
+            "reward": sample.reward,
         }
         for sample in samples
     ]

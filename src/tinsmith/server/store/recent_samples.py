@@ -82,4 +82,5 @@ def _recent(row: Row) -> RecentSample:
         time=row.time,
         prompt=sampled.prompt,
         completions=sampled.completions,
+        reward=sampled.reward,
     )

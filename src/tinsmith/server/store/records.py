@@ -158,6 +158,7 @@ class Sampled(Record):
     base_model: str
     prompt: list[int]
     completions: list[ShownCompletion]
+    reward: float | None = None
 
     def __repr__(self) -> str:
         return f"Sampled(owner={self.owner!r}, base_model={self.base_model!r}, prompt=<{len(self.prompt)} tokens>)"
@@ -490,6 +491,7 @@ class RecentSample(Record):
     time: datetime
     prompt: list[int]
     completions: list[ShownCompletion]
+    reward: float | None = None
 
     def __repr__(self) -> str:
         return f"RecentSample(request_id={self.request_id!r}, prompt=<{len(self.prompt)} tokens>)"

@@ -20,7 +20,7 @@ export function show(main, { query, signal }) {
   main.append(h("div", { class: "head" }, h("h1", {}, title), ofRun("samples", runId)), list, none);
   poll(async () => {
     const { samples } = await ask("dashboard/api/samples", { query: { run_id: runId, limit: MOST }, signal });
-    keep(list, samples, (sample) => sample.request_id, make, update);
+    keep(list, samples, (sample) => sample.request_id, make);
     none.hidden = samples.length > 0;
   }, SECONDS, signal);
 }
@@ -31,7 +31,7 @@ function make(sample) {
     h("p", { class: "about" },
       h("time", { datetime: new Date(1000 * sample.time).toISOString() }, clock(sample.time)),
       h("span", { class: "id", title: sample.model_path ?? sample.run_id ?? sample.base_model }, from),
-      h("span", { class: "reward" }),
+      h("span", { class: "reward" }, sample.reward === null ? "" : `reward ${number(sample.reward)}`),
     ),
     text("prompt", sample.prompt),
     sample.completions.map((completion) => h("div", { class: "completion" },
@@ -39,13 +39,6 @@ function make(sample) {
       h("p", { class: "hint" }, `${count(completion.tokens)} tokens · ${completion.stop_reason}`),
     )),
   );
-}
-
-/** A reward may be told after the sample was. */
-function update(item, sample) {
-  const said = sample.reward === null ? "" : `reward ${number(sample.reward)}`;
-  const place = item.querySelector(".reward");
-  if (place.textContent !== said) place.textContent = said;
 }
 
 function text(kind, content) {
