@@ -64,7 +64,8 @@ def train_and_save(visit: Visit) -> None:
         saved = model.save_state("state", ttl_seconds=TTL_SECONDS).result(timeout=PATIENCE)
         again = client.create_training_client_from_state_with_optimizer(saved.path)
         visit.train(again, steps=1)
-        to_delete = again.save_state("other").result(timeout=PATIENCE)
+        # Who is killed before deleting it leaves it behind, for a while.
+        to_delete = again.save_state("other", ttl_seconds=10 * TTL_SECONDS).result(timeout=PATIENCE)
         rest_client(visit.tinker, visit.url, visit.key).delete_checkpoint_from_tinker_path(to_delete.path).result()
 
 

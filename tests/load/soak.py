@@ -40,7 +40,7 @@ BOUNDS: dict[str, Bound] = {
     "files": Bound(4),
     "sockets": Bound(4),
     "sockets nobody closes": Bound(1),
-    "threads": Bound(1),
+    "threads": Bound(2),
     "processes": Bound(0),
     "tasks": Bound(3),
     "temporary files": Bound(0),
