@@ -13,7 +13,6 @@ FOLDER = Path(__file__).parents[2] / "examples"
 TRAINING = ("demo", "preference", "reinforcement", "custom_loss", "distillation")
 OUR_IMPORT = "import tinsmith as tinker\n"
 SMALLER = {
-    "distillation": {"BATCH": 4, "HELD_OUT": 4},
     "demo": {"HELD_OUT": ["What is a library?", "How do I stay healthy?"]},
 }
 """Sizes with which an example makes its point in less time than with those that are good to read."""
