@@ -42,6 +42,7 @@ class SharedFolder:
         self._users = self._root / "users"
         self._record = self._root / "server.json"
         self.log = self._root / "server.log"
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)  # it will hold prompts and data
         self._users.mkdir(parents=True, exist_ok=True)
 
     def gate(self) -> filelock.BaseFileLock:

@@ -64,6 +64,14 @@ def test_a_second_key_of_an_owner_needs_another_name(cli: InProcess, state: Path
     assert cli("keys", "create", "laptop", "--state", state).code == 0, "that of another owner"
 
 
+def test_names_that_look_the_same_are_the_same_and_others_are_refused(cli: InProcess, state: Path) -> None:
+    owner = cli("-f", "json", "keys", "create", "caf\u00e9", "--state", state).json()["owner"]
+    for same in ("cafe\u0301", "caf\u00e9 "):
+        assert "There is a key" in cli("keys", "create", same, "--owner", owner, "--state", state).err
+    for wrong in ("", " ", "lap\ntop", "x" * 101):
+        assert "take 1 to 100 printable characters" in cli("keys", "create", wrong, "--state", state).err
+
+
 def test_a_hint_names_the_state_that_the_command_was_about(cli: InProcess, tmp_path: Path) -> None:
     state = tmp_path / "a state"
     place = f"--state '{state}'"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import termios
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -272,10 +273,11 @@ def test_sizes_are_told_in_units_of_1024(num_bytes: int | None, text: str) -> No
 # A narrow terminal
 
 
-def on_80_columns(program: Program, *arguments: str) -> list[str]:
+def on_columns(width: int, program: Program, *arguments: str) -> list[str]:
     """The lines that a command prints there."""
     ours, theirs = pty.openpty()
     try:
+        termios.tcsetwinsize(theirs, (24, width))
         with program.start(*arguments, stdout=theirs) as process:
             os.close(theirs)
             seen = b""
@@ -292,7 +294,31 @@ def test_a_path_is_not_folded_on_a_narrow_terminal(program: Program, stock: Stoc
     with tinsmith.ServiceClient(base_url=server.url, api_key=KEY) as client:
         trainer = client.create_lora_training_client("tiny/model-1")
         path = trainer.save_state("the-one-that-we-shall-want-to-find-again").result().path
-    listed = on_80_columns(program, "checkpoint", "list")
-    assert {stock.training, stock.sampler, stock.exported, path} <= set(listed), "each on a line of its own"
-    assert max(len(line) for line in listed if "│" in line) <= 80
-    assert any(line.endswith(f" {path}") for line in on_80_columns(program, "checkpoint", "info", path))
+    listed = on_columns(80, program, "checkpoint", "list")
+    assert {line.split()[-1] for line in listed if line.startswith("Path")} == {
+        stock.training,
+        stock.sampler,
+        stock.exported,
+        path,
+    }
+    assert any(line.endswith(f" {path}") for line in on_columns(80, program, "checkpoint", "info", path))
+
+
+@pytest.mark.parametrize("width", [60, 30])
+def test_a_table_that_does_not_fit_is_told_in_lines(program: Program, stock: Stock, width: int) -> None:
+    assert on_columns(width, program, "run", "list") == [
+        "1 training run",
+        f"Run ID       {stock.run_id}",
+        "Base Model   tiny/model-1",
+        "LoRA         Rank 8",
+        "Last Update  2030-01-01",
+        "Status       OK",
+    ]
+    assert headings("\n".join(on_columns(120, program, "run", "list")))[0] == "Run ID"
+
+
+def test_the_lines_of_several_rows_are_kept_apart(program: Program, server: FakeServer) -> None:
+    server.script("training_runs", a_page(0, 2, 2))
+    lines = on_columns(30, program, "run", "list")[1:]
+    assert lines.index("") == len(lines) // 2
+    assert lines[lines.index("") + 1] == "Run ID       run-1"

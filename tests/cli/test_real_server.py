@@ -16,8 +16,8 @@ from tests.server.tiny_models import save_model
 from tests.support.tiny_tokenizer import byte_level_bpe
 
 MODEL = "tiny/model-1"
-END = 2
-"""The tiny models' token that ends a text, which their tokenizer calls <|im_end|>."""
+BEGIN, END = 1, 2
+"""Tokens that the tokenizer calls <|im_start|> and <|im_end|>; the tiny models end their texts with the second."""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +107,13 @@ def test_the_token_that_ends_a_text_is_shown_to_those_who_ask_for_it(user: Progr
     assert sample["stop_reason"] == "stop"
     assert not sample["text"].endswith("<|im_end|>")
     assert sample["tokens"][-1] == END, "they are told whole"
+
+
+def test_a_special_token_that_ended_nothing_is_shown(user: Program) -> None:
+    options = ("--temperature", "100", "--seed", "5", "--max-tokens", "1", "--num-samples", "512")
+    samples = user("-f", "json", "sample", "A tinsmith", *options).json()["samples"]
+    begun = [sample for sample in samples if sample["tokens"] == [BEGIN]]
+    assert {(sample["stop_reason"], sample["text"]) for sample in begun} == {("length", "<|im_start|>")}
 
 
 def test_what_somebody_else_has_published_can_be_looked_at(user: Program, running: ServerProcess) -> None:

@@ -139,6 +139,18 @@ def test_only_the_latest_state_is_kept(user: Program, data: Path) -> None:
     assert {each["tinker_path"] for each in listed} == {result["state_path"], result["sampler_path"]}
 
 
+@pytest.mark.parametrize(
+    ("stem", "name"), [("_train", "train"), ("数据", "sft"), (125 * "x", 121 * "x")], ids=["mark", "letters", "length"]
+)
+def test_a_file_whose_name_cannot_name_a_checkpoint_is_trained_all_the_same(
+    user: Program, home: Path, stem: str, name: str
+) -> None:
+    data = write_pairs(home / f"{stem}.jsonl", 4)
+    result = user("-f", "json", *sft(data, "--steps", "1")).json()
+    assert result["sampler_path"].endswith(f"/sampler_weights/{name}")
+    assert result["state_path"].endswith(f"/weights/{name}-000001")
+
+
 def test_a_person_sees_a_bar_with_the_loss(user: Program, data: Path) -> None:
     with user.at_a_terminal(*sft(data, "--steps", "4")) as terminal:
         terminal.wait_for("tokens/s")
@@ -296,6 +308,19 @@ def test_bad_lines_are_refused_before_anything_is_sent(cli: InProcess, server: F
     assert done.err == f"Error: {data}, line 25: completion is missing; it must be a text.\n"
     assert server.requests == []
     assert not (data.parent / "words-sft").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "_mine", "数据", 122 * "x", 1001 * "x"], ids=["", "mark", "letters", "122", "1001"]
+)
+def test_a_name_that_cannot_name_a_checkpoint_is_refused_before_anything_is_sent(
+    cli: InProcess, server: FakeServer, data: Path, name: str
+) -> None:
+    done = cli(*sft(data, "--name", name))
+    assert (done.code, done.out) == (2, "")
+    assert "Invalid value for --name: " in done.err
+    assert "Use up to 121 letters" in done.err
+    assert server.requests == []
 
 
 def test_what_is_too_long_for_the_model_is_refused_or_cut(user: Program, data: Path) -> None:

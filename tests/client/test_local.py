@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import platform
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -120,6 +121,11 @@ def test_a_server_on_another_machine_is_named(living: SharedFolder, tmp_path: Pa
     living.announce(running_server(host="elsewhere"))
     with pytest.raises(ConfigError, match="another machine, elsewhere"):
         local_server(tmp_path)
+
+
+def test_a_state_folder_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    SharedFolder(tmp_path / "above" / "state")
+    assert stat.S_IMODE((tmp_path / "above" / "state").stat().st_mode) == 0o700
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

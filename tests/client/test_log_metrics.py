@@ -12,9 +12,9 @@ import pytest
 
 from tests.support.server import FakeServer, Reply
 from tests.support.training import ADAM, PATIENCE, make_data, open_training
-from tinsmith.client import metrics_log
+from tinsmith.client import connection, metrics_log
 from tinsmith.client.training import TrainingClient
-from tinsmith.errors import InvalidInputError, InvalidTypeError, UnprocessableEntityError
+from tinsmith.errors import ClientClosedError, InvalidInputError, InvalidTypeError, UnprocessableEntityError
 
 TAKEN = Reply(204)
 
@@ -140,3 +140,23 @@ def test_bad_metrics_are_refused_at_the_call(
     with pytest.raises(InvalidInputError, match="step"):
         client.log_metrics({"a": 1.0}, "one")  # type: ignore[arg-type]
     assert sent(server) == []
+
+
+def test_what_was_logged_is_sent_before_the_client_closes(server: FakeServer) -> None:
+    server.script("log_metrics", Reply(204, delay=0.05), times=None)
+    with open_training(server) as client:
+        futures = [client.log_metrics({"reward": number}, step=number) for number in range(10)]
+    assert [body["step"] for body in sent(server)] == list(range(10))
+    assert [future.result(0) for future in futures] == 10 * [None]
+
+
+def test_metrics_that_cannot_be_sent_do_not_keep_the_client_from_closing(
+    server: FakeServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "LAST_WORDS_SECONDS", 0.1)
+    server.script("log_metrics", Reply(204, delay=PATIENCE), times=None)
+    with caplog.at_level(logging.WARNING, "tinsmith"), open_training(server) as client:
+        future = client.log_metrics({"reward": 1.0})
+    with pytest.raises(ClientClosedError):
+        future.result(PATIENCE)
+    assert "1 calls of log_metrics were not sent before the client was closed." in caplog.text

@@ -55,7 +55,8 @@ def test_a_reply_comes_back_with_status_headers_and_body(server: FakeServer) -> 
     assert (reply.status, reply.body, reply.headers.get("x-thing")) == (418, b'{"a":1}', "tea")
 
 
-def test_tls_with_a_server_that_speaks_plain_http_is_told() -> None:
+@pytest.mark.parametrize("base", ["", "/base"])
+def test_tls_with_a_server_that_speaks_plain_http_is_told(base: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:
@@ -66,8 +67,8 @@ def test_tls_with_a_server_that_speaks_plain_http_is_told() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         host = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(APIConnectionError, match=f"The server speaks plain HTTP; use http://{host}\\."):
-            send(f"https://{host}{PATH}")
+        with pytest.raises(APIConnectionError, match=f"The server speaks plain HTTP; use http://{host}{base}\\."):
+            send(f"https://{host}{base}{PATH}")
 
 
 def test_compressed_replies_are_unpacked(server: FakeServer) -> None:

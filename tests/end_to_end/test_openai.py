@@ -296,7 +296,8 @@ def test_a_stream_that_is_closed_frees_its_place_at_once(chat: Ask, server: Serv
 
 def test_who_leaves_without_having_read_a_word_is_not_sampled_for(server: ServerProcess) -> None:
     body = f'{{"model": "{TALKING}", "prompt": "x", "max_tokens": {LONG}}}'.encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n"
+    credential = f"authorization: Bearer {KEY}"
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{credential}\r\ncontent-length: {len(body)}\r\n"
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + body)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from markdown_it import MarkdownIt
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file, save_file
 
@@ -55,6 +57,27 @@ def test_the_card_of_an_adapter_of_unpacked_weights_says_so(adapter: Path) -> No
     said = b"those of `tiny/base` unpacked from 4 bits. They differ a little from those on\nthe hub"
     assert said in b"".join(unpacked.blocks())
     assert said not in b"".join(plain.blocks())
+
+
+def test_what_others_have_written_does_nothing_on_the_page_of_a_card() -> None:
+    note = "<script>x()</script> [link](javascript:x)\r\n```\n\n# Heading" + 40 * " word"
+    base = "<script>x()</script>`\n# |_a_|"
+    card = b"".join(peft_card(Learned(8, 16, frozenset()), Story(base, ORIGIN, note)).blocks()).decode()
+    page = MarkdownIt("commonmark").enable("table").render(card.partition("\n---\n")[2])
+    assert not {"script", "a", "em"} & set(re.findall(r"<(\w+)", page))
+    assert re.findall(r"<h\d>(.*)</h\d>", page) == [
+        "A LoRA adapter for <code>&lt;script&gt;x()&lt;/script&gt;' # |_a_|</code>",
+        "Data",
+        "Use",
+    ]
+    assert "<td><code>&lt;script&gt;x()&lt;/script&gt;' # |_a_|</code></td>" in page
+    assert "<pre><code>&lt;script&gt;x()&lt;/script&gt; [link](javascript:x)\n```\n\n# Heading word" in page
+    assert max(len(line) for line in card.splitlines() if "word" in line) <= 104
+
+
+def test_settings_that_no_adapter_has_are_not_told() -> None:
+    assert Learned.of_config({"r": True, "lora_alpha": 10**400}) == Learned(None, None, frozenset())
+    assert Learned.of_config({"r": 10**400, "lora_alpha": True}) == Learned(None, None, frozenset())
 
 
 def test_names_of_the_hosted_service_become_those_of_published_weights(

@@ -49,7 +49,7 @@ def written(case: Case) -> bytes:
     """The request as it stands on the wire. A header of the case that tells another length is the only one."""
     lines = [f"{case.method} {case.target} HTTP/1.1", *(f"{name}: {value}" for name, value in case.headers)]
     names = {name for name, _ in case.headers}
-    lines += [] if "host" in names else ["host: fuzz"]
+    lines += [] if "host" in names else ["host: localhost"]
     lines += [] if "content-length" in names else [f"content-length: {len(case.body)}"]
     return "\r\n".join([*lines, "connection: close"]).encode("latin-1") + _END + case.body
 

@@ -21,7 +21,7 @@ _MOST_SILENT = 10
 
 def half_a_body(url: str) -> None:
     with _connected(url) as connection:
-        head = f"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-length: 1000\r\n\r\n{{"
+        head = f"POST /api/v1/asample HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEY}\r\ncontent-length: 1000\r\n\r\n{{"
         connection.sendall(head.encode())
 
 

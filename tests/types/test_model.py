@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import pickle
 from datetime import UTC, datetime
+from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from tinsmith import types
 from tinsmith.errors import InvalidInputError, InvalidTypeError
+from tinsmith.types._codecs import codec_for
 from tinsmith.types._model import Model, Request, Response
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -147,6 +150,23 @@ def test_a_wrong_literal_is_refused_with_the_legal_values() -> None:
 def test_a_wrong_value_is_refused_with_field_reason_and_value(call, text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         call()
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "told"),
+    [
+        (dict[str, int], {1: 2}, "Expected `str`, got `int` - at `key` in `$`"),
+        (dict[str, int], {"a": "x"}, "Expected `int`, got `str` - at `$[...]`"),
+        (list[dict[str, int]], [{1: 2}], "Expected `str`, got `int` - at `key` in `$[0]`"),
+        (int, "x", "Expected `int`, got `str`"),
+        (Literal["a"], "x - at `$.value`", "Invalid enum value 'x - at `$.value`'"),
+    ],
+    ids=["key", "item", "key of an item", "value", "text that looks like a place"],
+)
+def test_a_place_is_told_as_seen_from_the_value(hint: Any, value: object, told: str) -> None:
+    with pytest.raises(msgspec.ValidationError) as caught:
+        codec_for(hint, strict=True).load(value)
+    assert str(caught.value) == told
 
 
 def test_a_wrong_type_is_also_a_type_error() -> None:

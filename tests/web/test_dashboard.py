@@ -344,6 +344,17 @@ def test_a_checkpoint_is_downloaded_published_and_deleted(
     assert visit.page.evaluate("window.hacked") is None
 
 
+def test_checkpoints_of_one_name_and_two_kinds_have_two_file_names(trainer: TrainingClient, visit: Visit) -> None:
+    run = trainer.model_id[:8] + "-" + trainer.model_id.rpartition(":")[2]
+    saves = {"weights": trainer.save_state("end"), "sampler_weights": trainer.save_weights_for_sampler("end")}
+    visit.go("checkpoints")
+    for kind, saved in saves.items():
+        row = visit.page.get_by_role("row").filter(has=visit.page.get_by_title(aside(saved.result).path))
+        with visit.page.expect_download() as downloading:
+            row.get_by_role("button", name="Download").click()
+        assert downloading.value.suggested_filename == f"{run}-{kind}-end.tar"
+
+
 def test_the_playground_streams_from_two_models(trainer: TrainingClient, visit: Visit) -> None:
     path = aside(trainer.save_weights_for_sampler("to-play").result).path
     visit.go("playground")
@@ -360,6 +371,16 @@ def test_the_playground_streams_from_two_models(trainer: TrainingClient, visit: 
             expect(status).to_contain_text(re.compile(rf"{tokens} tokens .* length|stop"))
             expect(visit.page.get_by_label(f"Answer of model {side}")).not_to_be_empty()
         expect(run).to_be_enabled()
+
+
+def test_an_answer_of_one_token_is_told_as_one(visit: Visit) -> None:
+    visit.go("playground")
+    visit.page.get_by_label("Model B").locator("select").select_option(BASE)
+    visit.page.get_by_label("Prompt").fill("The quick brown fox")
+    visit.page.get_by_label("Max tokens").fill("1")
+    visit.page.get_by_role("button", name="Run", exact=True).click()
+    status = visit.page.get_by_label("Model A", exact=True).locator(".hint")
+    expect(status).to_have_text(re.compile("^1 token · .*(length|stop)$"))
 
 
 def test_an_answer_can_be_stopped(visit: Visit) -> None:
@@ -392,6 +413,20 @@ def test_every_view_fits_a_phone(trainer: TrainingClient, visitor: Callable[...,
         expect(visit.page).to_have_title(f"{title} · Tinsmith")
         visit.page.wait_for_load_state("networkidle")
         assert visit.page.evaluate("document.documentElement.scrollWidth") == 320, view
+    tabs = visit.page.get_by_role("navigation")
+    assert tabs.evaluate("tabs => tabs.scrollWidth <= tabs.clientWidth")
+    last = tabs.get_by_role("link").last.bounding_box()
+    assert last["x"] + last["width"] <= 320
+
+
+def test_the_long_name_of_a_metric_fits_a_phone(service: ServiceClient, visitor: Callable[..., Visit]) -> None:
+    run = aside(lambda: service.create_lora_training_client(BASE, rank=2))
+    aside(run.log_metrics({200 * "x": 0.25}).result)
+    visit = visitor(viewport={"width": 390, "height": 640}, has_touch=True, is_mobile=True)
+    visit.has_signed_in(KEY)
+    visit.go(place(run))
+    expect(chart(visit.page, 200 * "x")).to_be_visible()
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_the_page_is_dark_or_light_as_the_device_says_until_somebody_says_otherwise(
@@ -453,32 +488,94 @@ def test_ten_thousand_points_are_drawn_with_a_few_lines_for_each_pixel(visit: Vi
     assert found["label"].startswith("many: run ")
 
 
+# --- a chart by itself -----------------------------------------------------------------------------------------------
+
+
+PAINT = """async ([points, shared, isByTheClock]) => {
+    const { Series, clockTicks } = await import("/web/series.js");
+    const { Chart, Group } = await import("/web/chart.js");
+    const { clock } = await import("/web/format.js");
+    const series = new Series();
+    series.append(points.map(([x, y]) => [x, 0, y]));
+    const byTheClock = { height: 110, formatX: clock, ticksX: clockTicks, least: 0, most: 10 };
+    const group = Object.assign(new Group(), shared);
+    const chart = new Chart("rate", group, new AbortController().signal, isByTheClock ? byTheClock : {});
+    chart.lines = [{ label: "model", place: 0, series }];
+    document.querySelector("main").append(chart.element);
+    const pen = chart.canvas.getContext("2d");
+    const painted = { marks: [], dots: [], strokes: [] };
+    const seen = (name, note) => {
+        const paint = pen[name];
+        pen[name] = (...given) => { note(...given); paint.apply(pen, given); };
+    };
+    let path;
+    seen("fillText", (text, x, y) => painted.marks.push([text, x, pen.measureText(text).width]));
+    seen("beginPath", () => { path = []; });
+    seen("lineTo", (x, y) => path.push([x, y]));
+    seen("stroke", () => painted.strokes.push(path));
+    seen("arc", (x, y) => painted.dots.push([x, y]));
+    chart.draw();
+    await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
+    return { ...painted, width: chart.canvas.clientWidth, height: chart.canvas.clientHeight };
+}"""
+LEFT, RIGHT, TOP, BOTTOM = 52, 10, 8, 20  # the margins of a chart
+
+
+def painted(visit: Visit, points: list[tuple[float, float]], is_by_the_clock: bool = False, **shared: Any) -> Any:
+    """What a chart of these points paints, in pixels. `shared` are properties of its group."""
+    visit.go("runs")
+    return visit.page.evaluate(PAINT, [points, shared, is_by_the_clock])
+
+
+@pytest.mark.parametrize(("zoom", "steps"), [(None, [0, 1, 2, 3, 4]), ([1.2, 3.8], [2, 3])])
+def test_an_axis_of_steps_has_marks_at_whole_steps_only(visit: Visit, zoom: Any, steps: list[int]) -> None:
+    chart = painted(visit, [(step, 0.5) for step in range(5)], zoom=zoom)
+    first, last = zoom or (0, 4)
+    marks = {text: x for text, x, _ in chart["marks"] if x >= LEFT}
+    assert list(marks) == [str(step) for step in steps]
+    for step in steps[:-1]:  # the last may have been moved, for want of room
+        share = (step - first) / (last - first)
+        assert marks[str(step)] == pytest.approx(LEFT + share * (chart["width"] - LEFT - RIGHT))
+
+
+@pytest.mark.parametrize(("x", "is_by_the_clock"), [(0, False), (7, False), (1e9 + 3.45, True)])
+def test_the_label_of_a_point_that_is_alone_stands_under_it(visit: Visit, x: float, is_by_the_clock: bool) -> None:
+    chart = painted(visit, [(x, 2.5)], is_by_the_clock)
+    [(dot_x, _)] = chart["dots"]
+    assert [mark_x for _, mark_x, _ in chart["marks"] if mark_x >= LEFT] == [pytest.approx(dot_x)]
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.parametrize("zoom", [[12.5, 18.5], [9.2, 9.8]])
+@pytest.mark.parametrize("smoothing", [0, 0.9])
+def test_all_curves_are_seen_in_the_part_that_is_zoomed_into(
+    visit: Visit, is_log: bool, zoom: list[float], smoothing: float
+) -> None:
+    points = [(step, 100.0 if step < 10 else 1 + step % 2) for step in range(30)]
+    chart = painted(visit, points, isLog=is_log, zoom=zoom, smoothing=smoothing)
+    curves = chart["strokes"][-2:] if smoothing else chart["strokes"][-1:]
+    left, right = LEFT, chart["width"] - RIGHT
+    heights = [y for curve in curves for y in heights_between(curve, left, right)]
+    plot = chart["height"] - TOP - BOTTOM
+    assert len(heights) >= 2 * len(curves)
+    assert min(heights) == pytest.approx(TOP + plot * 0.05 / 1.1)  # as high as there is room for, and no higher
+    assert max(heights) == pytest.approx(TOP + plot * 1.05 / 1.1)
+
+
+def heights_between(curve: list[tuple[float, float]], left: float, right: float) -> list[float]:
+    """Of its points and, as lines are straight, of where it crosses the two edges."""
+    crossed = [
+        y + (edge - x) / (next_x - x) * (next_y - y)
+        for edge in (left, right)
+        for (x, y), (next_x, next_y) in itertools.pairwise(curve)
+        if x <= edge < next_x
+    ]
+    return crossed + [y for x, y in curve if left <= x <= right]
+
+
 @pytest.mark.parametrize("seconds", [7, 140, 1700])
 def test_the_axes_of_what_happens_by_the_clock_have_round_marks_that_do_not_touch(visit: Visit, seconds: int) -> None:
-    visit.go("runs")
-    marks = visit.page.evaluate(
-        """async (seconds) => {
-        const { Series, clockTicks } = await import("/web/series.js");
-        const { Chart, Group } = await import("/web/chart.js");
-        const { clock } = await import("/web/format.js");
-        const series = new Series();
-        series.append([[1e9 + 3.3, 0, 0], [1e9 + 3.3 + seconds, 0, 0]]);
-        const options = { height: 110, formatX: clock, ticksX: clockTicks, least: 0, most: 10 };
-        const chart = new Chart("rate", new Group(), new AbortController().signal, options);
-        chart.lines = [{ label: "model", place: 0, series }];
-        document.querySelector("main").append(chart.element);
-        const marks = [];
-        const { fillText } = CanvasRenderingContext2D.prototype;
-        CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
-            if (this.canvas === chart.canvas) marks.push([text, x, this.measureText(text).width]);
-            fillText.call(this, text, x, y);
-        };
-        chart.draw();
-        await new Promise((drawn) => requestAnimationFrame(() => requestAnimationFrame(drawn)));
-        return marks;
-    }""",
-        seconds,
-    )
+    marks = painted(visit, [(1e9 + 3.3, 0), (1e9 + 3.3 + seconds, 0)], is_by_the_clock=True)["marks"]
     values = [text for text, _, _ in marks if ":" not in text]
     assert values == ["0", "5", "10"]
     times = [mark for mark in marks if ":" in mark[0]]

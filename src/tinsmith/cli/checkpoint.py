@@ -17,14 +17,14 @@ from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed
 from tinsmith.cli.listing import DEFAULT_LIMIT, Listing, collect
 from tinsmith.cli.options import Options
-from tinsmith.cli.output import PATH, emit_json, emit_properties, emit_table
+from tinsmith.cli.output import emit_json, emit_properties, emit_table
 from tinsmith.cli.params import CHECKPOINT_PATH
 
 if TYPE_CHECKING:
     from tinsmith.types import Checkpoint, TrainingRun
 
 PAGE_SIZE = 1000
-COLUMNS = ("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", PATH)
+COLUMNS = ("Checkpoint ID", "Type", "Size", "Public", "Created", "Expires", "Path")
 
 
 @click.group()

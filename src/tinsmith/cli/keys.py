@@ -53,7 +53,8 @@ def create(options: Options, name: str, owner: str | None, remark: str, state: P
         emit_json({**_shown(made.key), "key": made.plain})
     else:
         note(
-            f"Key {made.key.key_id}, {name!r}, opens what belongs to {made.key.owner}. Keep it; it is not shown again."
+            f"Key {made.key.key_id}, {made.key.name!r}, opens what belongs to {made.key.owner}. Keep it; it is not "
+            "shown again."
         )
         emit(f"{made.plain}\n")
 

@@ -11,7 +11,6 @@ from typing import Any, TextIO
 
 from tinsmith.cli.errors import ClosedPipe, CommandFailed
 
-PATH = "Path"
 _UNLIMITED_WIDTH = 10_000
 """A pipe has no width, and whoever reads from one wants whole ids."""
 
@@ -65,31 +64,29 @@ def emit_json(value: Mapping[str, Any]) -> None:
 
 
 def emit_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Nothing is cut off: on a narrow terminal cells are folded, except for those of a column that is called Path.
-
-    They are there to be copied, and follow the table if they do not fit.
-    """
+    """On a terminal that is too narrow, the lines of one row follow those of another."""
     cells = [[printable(cell) for cell in row] for row in rows]
-    text = _table(columns, cells, may_fold=PATH not in columns)
+    text = _table(columns, cells)
     if text is None:
-        place = columns.index(PATH)
-        others = [[*row[:place], *row[place + 1 :]] for row in ([*columns], *cells)]
-        text = f"{_table(others[0], others[1:])}{PATH}\n" + "".join(f"{row[place]}\n" for row in cells)
+        text = "\n".join(_lines(list(zip(columns, row, strict=True))) for row in cells)
     emit(f"{printable(title)}\n{text}" if title else text)
 
 
 def emit_properties(title: str, properties: Iterable[tuple[str, str]]) -> None:
-    """As a table or, where that is too wide, as lines: a value that is folded cannot be copied."""
-    cells = [[printable(cell) for cell in row] for row in properties]
-    text = _table(("Property", "Value"), cells, may_fold=False)
+    cells = [(printable(name), printable(value)) for name, value in properties]
+    text = _table(("Property", "Value"), cells)
     if text is None:
-        width = max(len(name) for name, _ in cells)
-        text = "".join(f"{name:{width}}  {value}\n" for name, value in cells)
+        text = _lines(cells)
     emit(f"{printable(title)}\n{text}" if title else text)
 
 
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, may_fold: bool = True) -> str | None:
-    """`None` if cells would have to be folded and may not be."""
+def _lines(properties: Sequence[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in properties)
+    return "".join(f"{name:{width}}  {value}\n" for name, value in properties)
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str | None:
+    """`None` where it is too wide: cells that are cut off or folded cannot be copied. Mere headings can be folded."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table
@@ -98,11 +95,11 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, may_fold: b
     console = Console(width=None if _is_terminal() else _UNLIMITED_WIDTH)
     table = Table()
     for number, column in enumerate(columns):
-        table.add_column(Text(column), style="bright_cyan" if number == 0 else "", no_wrap=number == 0, overflow="fold")
+        table.add_column(Text(column), style="bright_cyan" if number == 0 else "")
     for row in rows:
         table.add_row(*map(Text, row))
     unlimited = console.options.update(width=_UNLIMITED_WIDTH)
-    if not may_fold and Measurement.get(console, unlimited, table).maximum > console.width:
+    if rows and Measurement.get(console, unlimited, table).maximum > console.width:
         return None
     with console.capture() as captured:
         console.print(table)

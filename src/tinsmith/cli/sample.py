@@ -17,6 +17,7 @@ from tinsmith.cli.params import CHECKPOINT_PATH, sampling_options
 if TYPE_CHECKING:
     from tinsmith.client.sampling import SamplingClient
     from tinsmith.text.fast_tokenizer import Tokenizer
+    from tinsmith.types import SampledSequence
 
 STDIN = "-"
 
@@ -65,7 +66,7 @@ def command(
         sequences = sampler.sample(tokens, num_samples, params).result().sequences
     samples = [
         {
-            "text": tokenizer.decode(each.tokens if special_tokens else _without_end(tokenizer, each.tokens)),
+            "text": tokenizer.decode(each.tokens if special_tokens else _without_end(tokenizer, each)),
             "tokens": list(each.tokens),
             "stop_reason": each.stop_reason,
         }
@@ -80,11 +81,11 @@ def command(
         emit_text(f"{sample['text']}\n")
 
 
-def _without_end(tokenizer: Tokenizer, tokens: Sequence[int]) -> Sequence[int]:
+def _without_end(tokenizer: Tokenizer, sequence: SampledSequence) -> Sequence[int]:
     """Without the token by which the model says that it is done; others, such as those of a template, are told."""
-    last = tokens[-1:]
+    last = sequence.tokens[-1:]
     is_special = tokenizer.decode(last) and not tokenizer.decode(last, skip_special_tokens=True)
-    return tokens[:-1] if is_special else tokens
+    return sequence.tokens[:-1] if is_special and sequence.stop_reason == "stop" else sequence.tokens
 
 
 def _sampler(server: Server, model: str | None, checkpoint: str | None) -> SamplingClient:

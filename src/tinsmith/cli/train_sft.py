@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+_LONGEST_NAME = 128 - len("-000050")
+"""Checkpoints have up to 128 characters, and those of the training state end with their step."""
 
 
 @click.command("sft")
@@ -135,6 +137,7 @@ def sft(
     leaves at once.
     """
     _check_alternatives(settings, eval_data)
+    checkpoints = _named_after(data) if name is None else _checked_name(name)
     from tinsmith.cli.train_watch import Watch
     from tinsmith.recipes.examples import read_examples
     from tinsmith.recipes.sft import train
@@ -143,9 +146,9 @@ def sft(
     training = read_examples(data)
     held_out = read_examples(eval_data) if eval_data else None
     folder = output or Path(f"{data.stem}-sft")
-    with Server(options, session_name=name or data.stem) as server:
+    with Server(options, session_name=data.stem if name is None else name) as server:
         found = _model(server, model)
-        chosen = _settings(settings, model=found.model_name, name=_NOT_IN_NAMES.sub("-", name or data.stem))
+        chosen = _settings(settings, model=found.model_name, name=checkpoints)
         with Watch() as watch:
             outcome = train(
                 server.patient_service,
@@ -168,6 +171,22 @@ def _check_alternatives(settings: dict[str, Any], eval_data: Path | None) -> Non
         raise click.UsageError("Give either --epochs or --steps.")
     if settings["eval_split"] and eval_data:
         raise click.UsageError("Give either --eval-split or --eval-data.")
+
+
+def _named_after(data: Path) -> str:
+    return _NOT_IN_NAMES.sub("-", data.stem).lstrip("._-")[:_LONGEST_NAME] or "sft"
+
+
+def _checked_name(name: str) -> str:
+    """Now, or the server would refuse it when the first state is saved, and what was trained until then is lost."""
+    usable = _NOT_IN_NAMES.sub("-", name)
+    if not usable[:1].isalnum() or len(usable) > _LONGEST_NAME:
+        raise click.BadParameter(
+            f"{name[:_LONGEST_NAME]!r} cannot name checkpoints. Use up to {_LONGEST_NAME} letters, digits, dots, "
+            "dashes and underscores, beginning with a letter or digit.",
+            param_hint="--name",
+        )
+    return usable
 
 
 def _sinks(wandb: str | None, trackio: str | None) -> list[Sink]:

@@ -62,6 +62,8 @@ MAX_REDIRECTS = 5
 WARNING_INTERVAL_SECONDS = 10.0
 TELEMETRY_TIMEOUT_SECONDS = 5.0
 CLOSE_SECONDS = 2.0
+LAST_WORDS_SECONDS = 5.0
+"""How long closing a client waits for metrics that are on their way."""
 MAX_LOGGED = 500
 """Characters of an error in a line of the log; some servers answer with whole pages."""
 NO_RETRIES = RetryPolicy(max_seconds=0.0, max_attempts=1, billing_pause_limit=0.0)
@@ -117,6 +119,7 @@ class Connection:
         self._disconnected = False
         """Nothing goes out any more, not even the goodbye."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._last_words: set[asyncio.Task[Any]] = set()
         self._on_close: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._reporter: TelemetryReporter | None = None
         self._warned_at = -math.inf
@@ -301,6 +304,27 @@ class Connection:
         finally:
             self._tasks.discard(task)
 
+    @contextlib.contextmanager
+    def outlasting(self) -> Iterator[None]:
+        """Makes the running task one that closing the client waits for, a few seconds at most."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._last_words.add(task)
+        try:
+            yield
+        finally:
+            self._last_words.discard(task)
+
+    async def say_last_words(self, timeout: float) -> None:
+        """Waits for what may outlast the rest; what takes longer is not sent."""
+        unsaid = set(self._last_words)
+        if unsaid:
+            _, unsaid = await asyncio.wait(unsaid, timeout=timeout)
+        for task in unsaid:
+            task.cancel()
+        if unsaid:
+            logger.warning("%d calls of log_metrics were not sent before the client was closed.", len(unsaid))
+
     async def guard(self, coroutine: Coroutine[Any, Any, T], *, report: bool = True) -> T:
         """Awaits for a task of this client, so that closing the client ends it."""
         if self._closed:  # closing has gone through the tasks already, and would miss this one
@@ -356,6 +380,8 @@ class Connection:
     async def close(self, farewell: Callable[[], Awaitable[None]] | None = None) -> None:
         """Ends every call in progress with `ClientClosedError`, lets the owner say goodbye, and closes the pools.
 
+        Metrics that were logged before are sent first.
+
         Whoever waits learns of it first: a server that does not answer the goodbye must not keep them waiting.
         """
         if self._closing is None:
@@ -369,11 +395,12 @@ class Connection:
             action = ref()
             if action is not None:
                 action()
-        tasks = set(self._tasks)
+        tasks = self._tasks - self._last_words
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        await self.say_last_words(LAST_WORDS_SECONDS)
         if farewell is not None:
             await farewell()
         if self._reporter is not None:

@@ -23,7 +23,7 @@ MOST_WAITING = 1000
 
 
 class MetricsLog:
-    """Of one model. Calls are sent one after the other, in their order, and nothing else waits for them."""
+    """Of one model. Calls are sent one after the other, in their order, and nothing waits for them but the close."""
 
     def __init__(self, connection: Connection, model_id: str) -> None:
         self._connection = connection
@@ -37,21 +37,22 @@ class MetricsLog:
         numbers = _checked(metrics)
         finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
         for name in numbers.keys() - finite.keys():
-            logger.warning("The metric %r is %s at step %s, and is left out.", name, numbers[name], step)
+            logger.warning("The metric %r is %s at %s, and is left out.", name, numbers[name], _words(step))
         request = LogMetricsRequest(model_id=self._model_id, metrics=finite, step=step)
         return self._connection.run(lambda: self._send_in_turn(request))
 
     async def _send_in_turn(self, request: LogMetricsRequest) -> None:
         if self._waiting >= MOST_WAITING:
-            logger.warning("Metrics of step %s are left out: %d calls wait already.", request.step, self._waiting)
+            logger.warning("Metrics of %s are left out: %d calls wait already.", _words(request.step), self._waiting)
             return
         self._waiting += 1
         try:
-            async with self._turn:
-                if self._is_taken and request.metrics:
-                    await self._send(request)
+            with self._connection.outlasting():
+                async with self._turn:
+                    if self._is_taken and request.metrics:
+                        await self._send(request)
         except Exception as error:  # whoever does not look at the future shall still learn why a curve has holes
-            logger.warning("Metrics of step %s were not logged: %s", request.step, error)
+            logger.warning("Metrics of %s were not logged: %s", _words(request.step), error)
             raise
         finally:
             self._waiting -= 1
@@ -68,6 +69,10 @@ class MetricsLog:
                 answer.status,
                 self._model_id,
             )
+
+
+def _words(step: int | None) -> str:
+    return "the next step" if step is None else f"step {step}"
 
 
 def _checked(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -43,6 +43,7 @@ QUICK_TIMEOUT_SECONDS = 10.0
 MIN_REFRESH_SECONDS = 10
 FINISH_SECONDS = 5.0
 EXIT_SECONDS = 2.0
+LAST_WORDS_AT_EXIT_SECONDS = 1.5
 
 FinishStatus = Literal["success", "errored", "interrupted"]
 
@@ -150,6 +151,11 @@ class Session:
             reason = str(error) or f"no answer within {FINISH_SECONDS:g} s"
             logger.warning("The server was not told that the session ended (%s); it will expire there.", reason)
 
+    async def leave(self, status: FinishStatus) -> None:
+        """Briefly, as the interpreter exits."""
+        await self.connection.say_last_words(LAST_WORDS_AT_EXIT_SECONDS)
+        await self.finish(status, retries=False)
+
 
 def inherited_session(config: Config, session_id: str) -> Session:
     """A session that another process opened. Copies that arrive here share one, with its connections and heartbeat."""
@@ -191,10 +197,8 @@ def _finish_at_exit() -> None:
     status: FinishStatus = "success"
     if error is not None:
         status = "errored" if isinstance(error, Exception) else "interrupted"
-    pending = [
-        futures.run(functools.partial(session.finish, status, retries=False), session.connection.loop)
-        for session in list(_open_sessions)
-    ]
+    leaving = list(_open_sessions)
+    pending = [futures.run(functools.partial(session.leave, status), session.connection.loop) for session in leaving]
     deadline = time.monotonic() + EXIT_SECONDS
     for future in pending:
         try:

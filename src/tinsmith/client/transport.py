@@ -207,8 +207,8 @@ def _hint(error: Exception, request: HttpRequest) -> str:
     if not isinstance(error, ConnectionError):
         return ""
     if _NOT_TLS in str(error):
-        host = request.url.partition("://")[2].partition("/")[0]
-        return f" The server speaks plain HTTP; use http://{host}."
+        place = request.summary.url.partition("://")[2].partition("/api/v1/")[0]
+        return f" The server speaks plain HTTP; use http://{place}."
     return " Is the server running? Check base_url."
 
 

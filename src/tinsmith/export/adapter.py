@@ -38,7 +38,7 @@ _MORE_THAN_A_PRODUCT = (
     "use_qalora",
 )
 """Settings of PEFT under which an adapter is more than B times A, or something else."""
-_CHANGES_THE_BASE = ("corda", "loftq", "olora", "pissa")
+_CHANGES_THE_BASE = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Ways to begin in which a part of the base moves into the adapter; without the rest of it the sum is wrong."""
 _LARGEST_ALPHA = 1e9
 _LARGEST_CONFIG_BYTES = 2**20
@@ -121,7 +121,7 @@ def _problem(config: Mapping[str, Any]) -> str | None:
     if not isinstance(patterns, dict):
         return f"has the alpha_pattern {patterns!r}, which must be an object"
     # Ranks are read from the matrices; only the numbers that they are multiplied with must be told.
-    if not all(map(_is_positive, (config.get("r"), config.get("lora_alpha"), *patterns.values()))):
+    if not all(map(is_positive, (config.get("r"), config.get("lora_alpha"), *patterns.values()))):
         return (
             f"has r {config.get('r')!r}, lora_alpha {config.get('lora_alpha')!r} and alpha_pattern {patterns}, which "
             "must be positive numbers"
@@ -132,15 +132,16 @@ def _problem(config: Mapping[str, Any]) -> str | None:
         return f"uses {' and '.join(special)}"
     if (config.get("bias") or "none") != "none":
         return f"has bias {config['bias']!r}: biases were trained too"
-    if str(config.get("init_lora_weights")).startswith(_CHANGES_THE_BASE):
+    if str(config.get("init_lora_weights")).lower().startswith(_CHANGES_THE_BASE):
         return f"has init_lora_weights {config['init_lora_weights']!r}, which changes the base; convert it with peft"
     if odd := [name for name in patterns if not _MODULE_NAME.fullmatch(name)]:
         return f"has the alpha_pattern {odd[0]!r}, which is not the name of a module"
     return None
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and 0 < value < _LARGEST_ALPHA
+def is_positive(value: object) -> bool:
+    """Whether it can be a rank or an alpha."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < _LARGEST_ALPHA
 
 
 def _check_files(folder: Path) -> None:
@@ -172,7 +173,13 @@ def _pairs(tensors: Mapping[str, StoredTensor]) -> dict[str, Pair]:
                 field=name,
             )
         module = _OTHER_NAMES.get(found[1], found[1])
-        halves.setdefault(module, {})[found[2]] = tensor
+        both = halves.setdefault(module, {})
+        if found[2] in both:
+            raise InvalidInputError(
+                f"The adapter holds {name}, and the same matrix of {module} by another name. Leave one of them out.",
+                field=name,
+            )
+        both[found[2]] = tensor
     return {module: _pair(module, both) for module, both in halves.items()}
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import json
 import re
+import textwrap
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.export.adapter import HEAD, Adapter
+from tinsmith.export.adapter import HEAD, Adapter, is_positive
 from tinsmith.export.files import NewFile
 
 LONGEST_NOTE = 4000
+_NOTE_WIDTH = 100
 
 _MODULE = re.compile(r"[\w.]+", re.ASCII)
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
@@ -40,7 +41,7 @@ tinker_path: {origin}
 {use}"""
 
 _UNPACKED = """
-The base weights that it was trained on are those of `{base}` unpacked from 4 bits. They differ a little from those on
+The base weights that it was trained on are those of {base} unpacked from 4 bits. They differ a little from those on
 the hub, with which an adapter computes slightly different numbers; `tinsmith checkpoint export --to merged` makes a
 folder that holds the very weights.
 """
@@ -97,8 +98,8 @@ class Learned(NamedTuple):
         rank, alpha, modules = (config.get(name) for name in ("r", "lora_alpha", "target_modules"))
         names = [name for name in modules if isinstance(name, str)] if isinstance(modules, list) else []
         return cls(
-            rank if isinstance(rank, int) else None,
-            alpha if isinstance(alpha, int | float) else None,
+            rank if isinstance(rank, int) and is_positive(rank) else None,
+            alpha if is_positive(alpha) else None,
             frozenset(name for name in names if _MODULE.fullmatch(name)),
         )
 
@@ -129,16 +130,17 @@ class Story(NamedTuple):
 def peft_card(learned: Learned, story: Story) -> NewFile:
     use = _WITH_PEFT.format(base=json.dumps(story.base_model), place=json.dumps(story.place))
     use += _TIED if HEAD in learned.modules else ""
-    return _card(learned, story, f"A LoRA adapter for {story.base_model}", "peft", ("lora", "tinker"), "LoRA", use)
+    title = f"A LoRA adapter for {_code(story.base_model)}"
+    return _card(learned, story, title, "peft", ("lora", "tinker"), "LoRA", use)
 
 
 def merged_card(learned: Learned, story: Story) -> NewFile:
-    title, merged = f"{story.base_model}, fine-tuned", "LoRA, merged into the weights"
+    title, merged = f"{_code(story.base_model)}, fine-tuned", "LoRA, merged into the weights"
     return _card(learned, story, title, "transformers", ("tinker",), merged, _WITH_TRANSFORMERS)
 
 
 def gguf_card(learned: Learned, story: Story, file: str) -> NewFile:
-    title, merged = f"{story.base_model}, fine-tuned, as GGUF", "LoRA, merged into the weights"
+    title, merged = f"{_code(story.base_model)}, fine-tuned, as GGUF", "LoRA, merged into the weights"
     use = _WITH_LLAMA_CPP.format(file=file)
     return _card(learned, story, title, "gguf", ("gguf", "llama.cpp", "tinker"), merged, use)
 
@@ -148,13 +150,13 @@ def _card(
 ) -> NewFile:
     base = story.base_model
     rows = {
-        "base model": f"`{base}`",
+        "base model": _code(base),
         "adapter": kind,
         "rank": learned.rank,
         "alpha": None if learned.alpha is None else f"{learned.alpha:g}",
-        "trained modules": ", ".join(f"`{module}`" for module in sorted(learned.modules)) or None,
+        "trained modules": ", ".join(_code(module) for module in sorted(learned.modules)) or None,
         "optimizer steps": learned.steps,
-        "checkpoint": f"`{story.origin}`",
+        "checkpoint": _code(story.origin),
     }
     text = _CARD.format(
         base_model=f"base_model: {base}\n" if _HUB_ID.fullmatch(base) else "",
@@ -162,10 +164,31 @@ def _card(
         tags="\n".join(f"- {tag}" for tag in tags),
         origin=story.origin,
         title=title,
-        rows="\n".join(f"| {name} | {value} |" for name, value in rows.items() if value is not None),
-        unpacked=_UNPACKED.format(base=base) if story.is_unpacked else "",
-        # Pages that show a card run what it holds: a note is text.
-        data=html.escape(story.data_note.strip(), quote=False) or _NO_NOTE,
+        rows="\n".join(_row(name, value) for name, value in rows.items() if value is not None),
+        unpacked=_UNPACKED.format(base=_code(base)) if story.is_unpacked else "",
+        data=_verbatim(story.data_note) or _NO_NOTE,
         use=use,
     )
     return NewFile.holding("README.md", text)
+
+
+def _row(name: str, value: object) -> str:
+    """A bar would begin another cell, even in code."""
+    cell = str(value).replace("|", r"\|")
+    return f"| {name} | {cell} |"
+
+
+# Pages that show a card run what it holds, but nothing in code. Names and notes are text.
+
+
+def _code(text: str) -> str:
+    """On one line, and without what would end it."""
+    line = " ".join(text.replace("`", "'").split())
+    return f"`{line}`"
+
+
+def _verbatim(text: str) -> str:
+    """Code by its indentation, which nothing in it can end; pages do not fold the lines of code."""
+    fold = textwrap.TextWrapper(_NOTE_WIDTH, break_long_words=False, break_on_hyphens=False).wrap
+    folded = "\n".join("\n".join(fold(line)) for line in text.strip().splitlines())
+    return textwrap.indent(folded, "    ")

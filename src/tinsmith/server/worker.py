@@ -288,6 +288,7 @@ class Worker:
             decode=self._decode,
             end_tokens=request.end_tokens,
             is_streamed=request.is_streamed,
+            owner=job.owner,
         )
 
     def _weights_of(self, sampler: Sampler) -> FrozenAdapter | None:

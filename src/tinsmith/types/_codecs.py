@@ -6,6 +6,7 @@ by its `from_builtins`) is walked here.
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,10 @@ from tinsmith.errors import InvalidTypeError
 
 Define = Callable[[type], dict[str, Any]]
 """Registers a class in a schema document and returns the reference to it."""
+
+
+_IN_BOX = re.compile(r" - at (`key` in )?`\$\.value([^`]*)`\Z")
+"""The place at the end of an error message, as seen from the box that the value was put into."""
 
 
 class Codec:
@@ -47,8 +52,7 @@ class Codec:
         try:
             return msgspec.convert({"value": value}, self._box).value
         except msgspec.ValidationError as error:
-            told = str(error).replace(" - at `$.value`", "").replace(" - at `$.value", " - at `$")
-            raise msgspec.ValidationError(told) from None
+            raise msgspec.ValidationError(_IN_BOX.sub(_without_box, str(error))) from None
 
     @cached_property
     def _box(self) -> type[Any]:
@@ -271,6 +275,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [_plain(item) for item in value]
     return value
+
+
+def _without_box(place: re.Match[str]) -> str:
+    key, inside = place[1] or "", place[2]
+    return f" - at {key}`${inside}`" if key or inside else ""
 
 
 def _jsonable(value: Any) -> Any:

@@ -65,7 +65,9 @@ def files(server: RunningServer) -> set[Path]:
 def raw(server: RunningServer, method: str, target: str, body: bytes = b"{}") -> Answer:
     """Without a library that would clean the target first."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        head = f"{method} {target} HTTP/1.1\r\nhost: x\r\nx-api-key: {KEY}\r\ncontent-type: application/json\r\n"
+        head = (
+            f"{method} {target} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEY}\r\ncontent-type: application/json\r\n"
+        )
         connection.sendall(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
         answer = http.client.HTTPResponse(connection, method=method)
         answer.begin()
@@ -261,8 +263,10 @@ def test_encodings_that_nobody_sends_are_not_unpacked(server: RunningServer, enc
     assert server.post("session_heartbeat", body, headers={"content-encoding": encoding}).status == 415
 
 
-HEAD = "POST /api/v1/client/config HTTP/1.1\r\nhost: x\r\nx-api-key: tml-x\r\ncontent-type: application/json\r\n"
-HIDDEN = "GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = (
+    "POST /api/v1/client/config HTTP/1.1\r\nhost: localhost\r\nx-api-key: tml-x\r\ncontent-type: application/json\r\n"
+)
+HIDDEN = "GET /api/v1/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 AMBIGUOUS = {
     "two lengths": "content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     "two lengths, the other way": "transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n2\r\n{}\r\n0\r\n\r\n",

@@ -23,6 +23,17 @@ def test_without_keys_on_loopback_everybody_is_local(server: RunningServer) -> N
     assert server.get("auth/apikey/me", key=None).status == 401
 
 
+def test_without_keys_the_server_answers_to_names_of_its_own_machine_alone(tmp_path: Path) -> None:
+    """A web page could let its own name lead to this machine, and would be let in."""
+    with RunningServer(tmp_path) as running:
+        for name, status in (("localhost", 200), ("[::1]:8000", 200), ("evil.example:8000", 403), ("127.0.0.1.x", 403)):
+            assert running.get("auth/apikey/me", headers={"Host": name}).status == status
+        refused = running.get("auth/apikey/me", headers={"Host": "evil.example"})
+        assert "not to 'evil.example'" in refused.body.decode()
+        made = running.store.keys.create("anna", "laptop")
+        assert running.get("auth/apikey/me", key=made.plain, headers={"Host": "evil.example"}).status == 200
+
+
 def test_the_first_key_is_noticed_while_the_server_runs(tmp_path: Path) -> None:
     with RunningServer(tmp_path) as running:
         assert running.get("auth/apikey/me", key="tml-any").status == 200

@@ -16,7 +16,7 @@ from tests.server.api.running import KEY, RunningServer
 from tinsmith.server import serve
 from tinsmith.server.routes import _call
 
-HEAD = b"GET /api/v1/healthz HTTP/1.1\r\nhost: x\r\n\r\n"
+HEAD = b"GET /api/v1/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 PATIENCE = 0.3
 WAIT_SECONDS = 20.0
 
@@ -68,7 +68,7 @@ def test_a_head_that_comes_byte_by_byte_is_not_waited_for(hasty: RunningServer) 
 def test_an_answer_that_nobody_reads_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "_UNREAD_SECONDS", 1)
     with RunningServer(tmp_path) as server, connected(server) as connection:
-        asked, end = b"GET /openapi.json HTTP/1.1\r\nhost: x\r\n\r\n", time.monotonic() + WAIT_SECONDS
+        asked, end = b"GET /openapi.json HTTP/1.1\r\nhost: localhost\r\n\r\n", time.monotonic() + WAIT_SECONDS
         connection.sendall(asked * 200)  # far more than the buffers between us hold
         while not is_broken(connection):
             assert time.monotonic() < end
@@ -89,7 +89,7 @@ def test_a_body_that_trickles_is_not_waited_for(server: RunningServer, monkeypat
     monkeypatch.setattr(_call, "_SILENCE_SECONDS", PATIENCE)
     with connected(server) as connection:
         connection.sendall(
-            b"POST /api/v1/asample HTTP/1.1\r\nhost: x\r\nx-api-key: tml-x\r\ncontent-length: 5000\r\n\r\n"
+            b"POST /api/v1/asample HTTP/1.1\r\nhost: localhost\r\nx-api-key: tml-x\r\ncontent-length: 5000\r\n\r\n"
         )
         connection.setblocking(False)
         received, end = b"", time.monotonic() + WAIT_SECONDS
@@ -130,8 +130,8 @@ def test_what_is_not_http_in_the_middle_of_a_body_leaves_no_trace_of_a_fault(
 ) -> None:
     with connected(server) as connection:
         connection.sendall(
-            b"POST /api/v1/create_session HTTP/1.1\r\nhost: x\r\nx-api-key: tml-x\r\ntransfer-encoding: chunked\r\n\r\n"
-            b"5\r\nabcdeNOT A CHUNK\r\n"
+            b"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: tml-x\r\n"
+            b"transfer-encoding: chunked\r\n\r\n5\r\nabcdeNOT A CHUNK\r\n"
         )
         assert connection.recv(100).startswith(b"HTTP/1.1 400 ")
         assert connection.recv(1000) != b""

@@ -128,7 +128,7 @@ def test_an_export_is_a_tar_of_a_folder_named_after_the_checkpoint(
     card = (folder / "README.md").read_text()
     assert f"base model | `{MODELS[0]}`" in card
     assert "4 bits" not in card
-    assert "\n## Data\n\nPoems &lt;b&gt;\n" in card
+    assert "\n## Data\n\n    Poems <b>\n" in card
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])
@@ -337,7 +337,10 @@ def broken(elsewhere: Elsewhere, folder: Path, config: dict[str, Any] | None = N
         ({"modules_to_save": ["embed_tokens"]}, "uses modules_to_save"),
         ({"peft_type": "LOHA"}, "has the peft_type 'LOHA'"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base"),
+        ({"init_lora_weights": "OLoRA"}, "changes the base"),
+        ({"init_lora_weights": "lora_ga"}, "changes the base"),
         ({"r": None}, "must be positive numbers"),
+        ({"r": True}, "must be positive numbers"),
         ({"lora_alpha": "x"}, "must be positive numbers"),
         ({"alpha_pattern": {"(a+)+$": 3}}, "is not the name of a module"),
         ({"alpha_pattern": [1]}, "must be an object"),
@@ -379,8 +382,16 @@ def test_settings_that_are_no_plain_lora_are_refused_by_their_name(
             "has rank 257, and ranks go from 1 to 256",
         ),
         ({FIRST: torch.zeros(0, 32), FIRST.replace("lora_A", "lora_B"): torch.zeros(32, 0)}, "do not belong together"),
+        (
+            {
+                f"base_model.model.{name}.lora_{half}.weight": torch.zeros(shape)
+                for name in ("lm_head", "model.unembed_tokens")
+                for half, shape in (("A", (4, 32)), ("B", (430, 4)))
+            },
+            "the same matrix of lm_head by another name",
+        ),
     ],
-    ids=["shape", "infinite", "integers", "half", "embedding", "norm", "rank", "no rank"],
+    ids=["shape", "infinite", "integers", "half", "embedding", "norm", "rank", "no rank", "two names"],
 )
 def test_tensors_that_do_not_fit_are_refused_by_their_name(
     server: RunningServer, elsewhere: Elsewhere, tmp_path: Path, tensors: dict[str, torch.Tensor], complaint: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -322,6 +323,15 @@ def test_a_repeated_prompt_is_not_computed_again(
         [again] = sample(running, work(num_samples=num_samples, adapter=adapters[0]))
         assert (again.prompt_cache_hit_tokens, running.num_prefilled_tokens - before) == (40, 1)
         assert tokens_of(again) == tokens_of(alone)[:num_samples]
+
+
+def test_what_somebody_else_has_sent_is_not_found(model: Transformer, adapters: list[FrozenAdapter]) -> None:
+    """How much is found is told, and would tell what others have sent."""
+    running = generator(model, block_size=4)
+    for adapter in (None, adapters[0]):
+        for owner, found in (("one", 0), ("other", 0), ("one", 40)):
+            [response] = sample(running, dataclasses.replace(work(adapter=adapter), owner=owner))
+            assert response.prompt_cache_hit_tokens == found
 
 
 def test_a_long_shared_prefix_is_referred_to_and_a_short_one_copied(tmp_path: Path) -> None:

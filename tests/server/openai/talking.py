@@ -70,7 +70,7 @@ class Stream:
         self._socket.settimeout(SECONDS)
         self._socket.connect(("127.0.0.1", port))
         content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
         sizes = f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         self._socket.sendall(f"{head}{sizes}".encode() + content)
         self._file = self._socket.makefile("rb")

@@ -200,6 +200,7 @@ def test_every_refusal_has_openais_form(
         unknown = talking.call("POST", place, {"model": MODEL})
         assert (unknown.status, unknown.json()["error"]["code"]) == (404, "not_found")
         assert "The endpoints are: GET /v1/models," in unknown.json()["error"]["message"]
+        assert "GET /v1/models/{model}, " in unknown.json()["error"]["message"]
         assert "POST /v1/chat/completions." in unknown.json()["error"]["message"]
     assert talking.call("GET", "/v1/models", key=None).json()["error"]["code"] == "invalid_api_key"
 
@@ -209,3 +210,14 @@ def test_a_reward_that_is_no_number_is_refused(talking: Talking) -> None:
         body = {"model": MODEL, "prompt": "fox", "metadata": {"reward": wrong}}
         refused = talking.call("POST", "/v1/completions", body)
         assert (refused.status, refused.json()["error"]["param"]) == (400, "metadata")
+
+
+def test_a_reward_that_is_null_is_as_good_as_none(talking: Talking) -> None:
+    body = {"model": MODEL, "prompt": "fox", "max_tokens": 1, "metadata": {"reward": None}}
+    assert talking.call("POST", "/v1/completions", body).status == 200
+
+
+def test_tokens_that_there_are_not_are_refused_as_the_prompt(talking: Talking) -> None:
+    for wrong in ([-1], [10**6]):
+        refused = talking.call("POST", "/v1/completions", {"model": MODEL, "prompt": wrong})
+        assert (refused.status, refused.json()["error"]["param"]) == (400, "prompt")

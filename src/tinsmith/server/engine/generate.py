@@ -82,7 +82,7 @@ class Generator:
         self.num_found_tokens = self.num_sampled_tokens = self.num_decode_steps = self.num_decoded_samples = 0
 
         self._arrivals = itertools.count()
-        self._owners: WeakKeyDictionary[FrozenAdapter, bytes] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[FrozenAdapter, bytes] = WeakKeyDictionary()
         self._requests: dict[Key, Request] = {}
         self._waiting: list[Request] = []
         self._prefilling: list[Request] = []
@@ -154,7 +154,7 @@ class Generator:
             seed=seed,
         )
         stopper = Stopper.of(params, self.end_of_text, work.decode, work.end_tokens)
-        keys = prefix_keys(self._owner(work.adapter), prompt, self.blocks.block_size)
+        keys = prefix_keys(self._whose(work), prompt, self.blocks.block_size)
         request = Request(work, prompt, max_tokens, stopper, seed, scores, keys, next(self._arrivals))
         self._refuse_too_large(request)
         return request
@@ -185,14 +185,15 @@ class Generator:
                 value=request.max_tokens,
             )
 
-    def _owner(self, adapter: FrozenAdapter | None) -> bytes:
-        """A name for whose keys and values a cached block holds; never used for a second adapter."""
-        if adapter is None:
-            return b"base"
-        if adapter not in self._owners:
-            _refuse_broken(adapter)
-            self._owners[adapter] = secrets.token_bytes(16)
-        return self._owners[adapter]
+    def _whose(self, work: SampleWork) -> bytes:
+        """A name for whose keys and values a cached block holds; never used for a second adapter or owner."""
+        name = b"base"
+        if (adapter := work.adapter) is not None:
+            if adapter not in self._names:
+                _refuse_broken(adapter)
+                self._names[adapter] = secrets.token_bytes(16)
+            name = self._names[adapter]
+        return name + work.owner.encode()
 
     # --- room in the cache ---
 
@@ -347,7 +348,7 @@ class Generator:
             room -= end - request.num_prefilled
             if not room:
                 break
-        return sorted(pieces, key=lambda piece: (self._owner(piece[0].adapter), piece[2] - piece[1]))
+        return sorted(pieces, key=lambda piece: (self._whose(piece[0].work), piece[2] - piece[1]))
 
     def _score(self, request: Request, start: int, states: Tensor) -> None:
         first = max(request.scores.first_state, start)
@@ -441,7 +442,7 @@ class Generator:
             return
         request = sequence.request
         tokens = np.concatenate([request.prompt, np.array(sequence.tokens[:-1], np.int32)])
-        keys = prefix_keys(self._owner(request.adapter), tokens, self.blocks.block_size)
+        keys = prefix_keys(self._whose(request.work), tokens, self.blocks.block_size)
         self.blocks.remember(keys, table.blocks[: len(keys)])
         self.blocks.release(table.blocks)
         sequence.table = None

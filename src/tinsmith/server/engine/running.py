@@ -51,6 +51,8 @@ class SampleWork:
     """Tokens that end a sample besides those that `params` say."""
     is_streamed: bool = False
     """Whether its tokens are wanted as they are drawn: see `Generator.samples`."""
+    owner: str = ""
+    """Whose prompt it is: what is found in the cache, which shows, was computed for the same one."""
 
 
 @dataclass(eq=False)

@@ -91,5 +91,5 @@ ENDPOINTS = (
 
 def no_such_endpoint(status: int, detail: str, error: Exception | None = None) -> Response:
     """OpenAI's API has more of them than there are here."""
-    known = ", ".join(f"{each.method} {each.path}" for each in ENDPOINTS)
+    known = ", ".join(f"{each.method} {each.path.replace(':path}', '}')}" for each in ENDPOINTS)
     return refusal(status, f"{detail} The endpoints are: {known}.", error)

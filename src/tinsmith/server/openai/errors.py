@@ -18,7 +18,7 @@ _CODES: Mapping[int, str] = {
     429: "rate_limit_exceeded",
     503: "unavailable",
 }
-_NAMES = {"num_samples": "n", "base_model": "model", "sampling_session_id": "model"}
+_NAMES = {"num_samples": "n", "base_model": "model", "sampling_session_id": "model", "tokens": "prompt"}
 """What our errors call it, and what it is called here."""
 
 

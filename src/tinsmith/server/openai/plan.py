@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -103,14 +103,17 @@ async def plan_completion(call: Call, asked: CompletionRequest) -> Plan:
         _check_size("prompt", each, facts)
     _check_sizes(given, facts)
 
-    def encode() -> list[list[int]]:
-        tokenizer = text.tokenizer  # also for tokens: what is sampled is told as text
-        return [tokenizer.encode(each) if isinstance(each, str) else each for each in given]
-
-    prompts = await in_thread(call, encode)
     limit = DEFAULT_COMPLETION_TOKENS if asked.max_tokens is None else asked.max_tokens
-    for prompt in prompts:
-        _check_length("prompt", "max_tokens", len(prompt), limit, facts)
+
+    def encode() -> Iterator[list[int]]:
+        """Each is checked before the next one costs anything."""
+        tokenizer = text.tokenizer  # also for tokens: what is sampled is told as text
+        for each in given:
+            prompt = tokenizer.encode(each) if isinstance(each, str) else each
+            _check_length("prompt", "max_tokens", len(prompt), limit, facts)
+            yield prompt
+
+    prompts = await in_thread(call, lambda: list(encode()))
     params, top, is_echoed = asked.params(limit), asked.logprobs, bool(asked.echo)
     if is_echoed and asked.stream and top is not None:
         raise invalid("echo", "cannot be streamed together with logprobs: those of the prompt are known at the end")

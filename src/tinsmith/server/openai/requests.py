@@ -91,7 +91,8 @@ class _Sampling(Response):
 
     @property
     def reward(self) -> float | None:
-        return None if self.metadata is None or "reward" not in self.metadata else float(self.metadata["reward"])
+        given = (self.metadata or {}).get("reward")
+        return None if given is None else float(given)
 
     @property
     def count(self) -> int:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tinsmith.errors import APIStatusError, InvalidInputError, ResponseSummary, status_error_class
 from tinsmith.server.auth import Authority, Caller, Door
 from tinsmith.server.checkpoints import CheckpointFolders
-from tinsmith.server.config import ServerConfig
+from tinsmith.server.config import ServerConfig, is_loopback
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.quotas import Backlog, Conversions, Incoming, OpenRequests, Paperwork
 from tinsmith.server.rates import Rates
@@ -149,7 +149,20 @@ async def identified(request: Request, services: Services) -> Caller:
         raise status_error(
             401, "This API key is unknown or was revoked. `tinsmith keys create`, run where the server is, makes one."
         )
+    if caller.key is None:
+        _check_host(request)
     return caller
+
+
+def _check_host(request: Request) -> None:
+    """Without keys, whoever is on this machine is let in, and so would be a web page whose name leads to it."""
+    host = request.url.hostname
+    if host is not None and not is_loopback(host):
+        raise status_error(
+            403,
+            f"This server has no API keys, so it answers to names of its own machine alone, such as 127.0.0.1, and not "
+            f"to {host[:100]!r}. To reach it by that name, make a key where it runs: `tinsmith keys create NAME`.",
+        )
 
 
 def _bearer(request: Request) -> str | None:

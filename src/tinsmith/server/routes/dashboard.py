@@ -13,7 +13,6 @@ from starlette.responses import Response
 from tinsmith._version import __version__
 from tinsmith.errors import TokenizerError
 from tinsmith.server import audit
-from tinsmith.server.checks import refuse
 from tinsmith.server.routes._call import Call, Endpoint, nothing, reply_plain, status_error
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.routes._paging import number_in, page_of
@@ -26,7 +25,6 @@ from tinsmith.types._model import Request
 _MOST_POINTS = 10_000
 _MOST_SAMPLES = 100
 _LONGEST_TEXT = 20_000
-_LONGEST_KEY_NAME = 100
 _MOST_KEYS = 100
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -205,13 +203,10 @@ async def create_key(call: Call) -> Response:
     """One more API key for the caller's own things; it is shown this once."""
     current = _current_key(call)
     request = await call.read(_NewKey)
-    name = request.name.strip()
-    if not 0 < len(name) <= _LONGEST_KEY_NAME or not name.isprintable():
-        raise refuse("name", f"is {request.name[:40]!r}; take 1 to {_LONGEST_KEY_NAME} printable characters")
-    call.services.paperwork.charge(call.owner, len(name))
+    call.services.paperwork.charge(call.owner, len(request.name))
     create = partial(call.store.keys.create, address=audit.address(call), made_by=current.key_id, most=_MOST_KEYS)
     try:
-        made = await call.stored(create, call.owner, name)
+        made = await call.stored(create, call.owner, request.name)
     except KeyRefusedError as error:
         raise status_error(409, error.message) from None
     return reply_plain({"key": _key(made.key, current), "plain": made.plain})

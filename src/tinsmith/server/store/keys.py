@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,7 @@ from tinsmith.server.store.schema import keys
 LOCAL_OWNER = "local"
 """Owns everything on a server without keys."""
 
+LONGEST_NAME = 100
 _PREFIX = 8  # hexadecimal digits of the hash by which rows are looked up; the rest is compared in constant time
 _COLUMNS = [keys.c[name] for name in ("key_id", "owner", "name", "note", "hint", "created", "revoked")]
 
@@ -44,7 +46,7 @@ class Keys:
         `address` is where it is made from, `made_by` the key that it is made with. `KeyRefusedError` if the owner has
         one of that name, or as many as `most`.
         """
-        plain = f"tml-{secrets.token_urlsafe(32)}"
+        plain, name = f"tml-{secrets.token_urlsafe(32)}", _checked_name(name)
         values = self._values(plain, name, owner, note)
 
         def write(connection: sa.Connection) -> ApiKey:
@@ -123,6 +125,18 @@ class Keys:
             return row is not None
 
         return self._database.write(write, must_fit=True)
+
+
+def _checked_name(name: str) -> str:
+    """In one form, so that names that look the same are the same."""
+    plain = unicodedata.normalize("NFC", name.strip())
+    if not 0 < len(plain) <= LONGEST_NAME or not plain.isprintable():
+        raise InvalidInputError(
+            f"The name of a key cannot be {name[:40]!r}; take 1 to {LONGEST_NAME} printable characters.",
+            field="name",
+            value=name[:LONGEST_NAME],
+        )
+    return plain
 
 
 class KeyRefusedError(InvalidInputError):

@@ -2,7 +2,7 @@
 
 import { h } from "./dom.js";
 import { count, exact, number, tick } from "./format.js";
-import { decimate, logTicks, ticks } from "./series.js";
+import { decimate, logTicks, stepTicks, ticks, valuesBetween } from "./series.js";
 
 const LEFT = 52;
 const RIGHT = 10;
@@ -41,7 +41,7 @@ export class Chart {
   constructor(title, group, signal, { height = 190, ...options } = {}) {
     this.title = title;
     this.group = group;
-    this.options = { formatX: step, ticksX: ticks, formatY: number, formatTick: tick, ...options };
+    this.options = { formatX: step, ticksX: stepTicks, formatY: number, formatTick: tick, ...options };
     this.canvas = h("canvas", { role: "img", tabindex: "0" });
     this.canvas.style.height = `${height}px`;
     this.readout = h("p", { class: "readout" });
@@ -158,47 +158,56 @@ export class Chart {
     this.#cursor(pen, height);
   }
 
-  #range() {
-    if (this.group.zoom) return this.group.zoom;
+  /** The first and the last x that any line has. */
+  #extent() {
     const full = this.lines.filter((line) => line.series.length);
     const from = Math.min(...full.map(({ series }) => series.xs[0]));
     const to = Math.max(...full.map(({ series }) => series.xs.at(-1)));
+    return [from, to];
+  }
+
+  #range() {
+    if (this.group.zoom) return this.group.zoom;
+    const [from, to] = this.#extent();
     return from === to ? [from - 0.5, to + 0.5] : [from, to];
   }
 
-  /** What is to be drawn of each line: the places of its points, few for each pixel. */
+  /** What is to be drawn of each line, as it is and smoothed: few of its points for each pixel. */
   #visible(columns) {
     const [from, to] = this.#range();
+    const { smoothing, isLog } = this.group;
     const drawn = [];
     for (const line of this.lines) {
       const { xs, ys } = line.series;
-      const isShown = (place) => !this.group.isLog || ys[place] > 0;
-      const places = decimate(xs, ys, from, to, columns).filter(isShown);
-      const smooth = line.series.smoothed(this.group.smoothing);
-      const smoothPlaces = smooth === ys ? places : decimate(xs, smooth, from, to, columns).filter(isShown);
-      if (places.length) drawn.push({ ...line, places, smooth, smoothPlaces });
+      const points = (values) => decimate(xs, values, from, to, columns)
+        .map((place) => [xs[place], values[place]])
+        .filter(([, y]) => !isLog || y > 0);
+      const raw = points(ys);
+      const smooth = smoothing === 0 ? [] : points(line.series.smoothed(smoothing));
+      if (raw.length || smooth.length) drawn.push({ ...line, raw, smooth });
     }
     return drawn;
   }
 
+  /** The lowest and the highest of all that is seen, and of what there is always room for; on the scale. */
+  #bounds(drawn, from, to, scale) {
+    const scaled = (points) => points.map(([x, y]) => [x, scale(y)]);
+    const lines = drawn.flatMap(({ raw, smooth }) => [scaled(raw), scaled(smooth)]);
+    const seen = lines.flatMap((points) => valuesBetween(points, from, to));
+    const near = lines.flat().map(([, y]) => y); // for a part that has no line in it
+    const always = [this.options.least, this.options.most].filter((y) => y !== undefined).map(scale);
+    const values = [...(seen.length ? seen : near), ...always];
+    return [values.reduce((a, b) => Math.min(a, b)), values.reduce((a, b) => Math.max(a, b))];
+  }
+
   #measure(drawn, width, height) {
     const [from, to] = this.#range();
-    let [low, high] = [Infinity, -Infinity];
-    for (const { series, places } of drawn) {
-      for (const place of places) {
-        if (places.length > 2 && (series.xs[place] < from || series.xs[place] > to)) continue;
-        low = Math.min(low, series.ys[place]);
-        high = Math.max(high, series.ys[place]);
-      }
-    }
-    if (low > high) [low, high] = [0, 1];
-    low = Math.min(low, this.options.least ?? low);
-    high = Math.max(high, this.options.most ?? high);
     const { isLog } = this.group;
     const scale = isLog ? Math.log : (y) => y;
-    const spare = (scale(high) - scale(low)) * 0.05 || (isLog ? 0.1 : Math.abs(high) * 0.05 || 0.5);
-    const bottom = low === this.options.least && !isLog ? low : scale(low) - spare; // nothing is below the least
-    const top = scale(high) + spare;
+    const [low, high] = this.#bounds(drawn, from, to, scale);
+    const spare = (high - low) * 0.05 || (isLog ? 0.1 : Math.abs(high) * 0.05 || 0.5);
+    const bottom = low === this.options.least && !isLog ? low : low - spare; // nothing is below the least
+    const top = high + spare;
     const [plotWidth, plotHeight] = [width - LEFT - RIGHT, height - TOP - BOTTOM];
     return {
       from, to,
@@ -211,7 +220,7 @@ export class Chart {
   }
 
   #grid(pen, width, height) {
-    const { from, to, low, high, x, y } = this.#area;
+    const { low, high, x, y } = this.#area;
     const [text, line] = ["--muted", "--hairline"].map((name) => this.#ink(`var(${name})`));
     pen.strokeStyle = line;
     pen.fillStyle = text;
@@ -227,7 +236,7 @@ export class Chart {
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
     let [last, end] = ["", -Infinity];
-    for (const mark of this.options.ticksX(from, to, Math.max(2, Math.round((width - LEFT) / 90)))) {
+    for (const mark of this.#marksX(width)) {
       const text = this.options.formatX(mark);
       const half = pen.measureText(text).width / 2;
       const at = Math.min(width - half - 2, x(mark));
@@ -237,6 +246,14 @@ export class Chart {
     }
   }
 
+  /** Where the x axis has labels. A point that is alone has its own: round numbers may all be far from it. */
+  #marksX(width) {
+    const [first, last] = this.#extent();
+    if (first === last && !this.group.zoom) return [first];
+    const { from, to } = this.#area;
+    return this.options.ticksX(from, to, Math.max(2, Math.round((width - LEFT) / 90)));
+  }
+
   #curves(pen, drawn, width, height) {
     const { x, y } = this.#area;
     pen.save();
@@ -244,18 +261,18 @@ export class Chart {
     pen.rect(LEFT, 0, width - LEFT - RIGHT, height - BOTTOM + 1);
     pen.clip();
     pen.lineJoin = "round";
-    for (const { series, place, places, smooth, smoothPlaces } of drawn) {
+    const isSmooth = this.group.smoothing !== 0;
+    const trace = (points) => stroke(pen, points.map(([at, value]) => [x(at), y(value)]));
+    for (const { series, place, raw, smooth } of drawn) {
       const { css, dash } = colour(place);
       pen.strokeStyle = pen.fillStyle = this.#ink(css);
       pen.setLineDash(dash);
-      const trace = (values, chosen) => stroke(pen, chosen.map((at) => [x(series.xs[at]), y(values[at])]));
-      const isSmooth = smooth !== series.ys;
       pen.globalAlpha = isSmooth ? 0.25 : 1;
       pen.lineWidth = isSmooth ? 1 : 1.25;
-      trace(series.ys, places);
+      trace(raw);
       pen.globalAlpha = 1;
       pen.lineWidth = 1.75;
-      if (isSmooth) trace(smooth, smoothPlaces);
+      trace(smooth);
       if (series.length === 1) dot(pen, x(series.xs[0]), y(series.ys[0]));
     }
     pen.restore();

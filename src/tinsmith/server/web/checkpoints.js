@@ -48,8 +48,8 @@ function address(checkpoint) {
 }
 
 function parts(checkpoint) {
-  const [run, , name] = checkpoint.tinker_path.slice("tinker://".length).split("/");
-  return { run, name };
+  const [run, kind, name] = checkpoint.tinker_path.slice("tinker://".length).split("/");
+  return { run, kind, name };
 }
 
 function makeRow(checkpoint, refresh) {
@@ -95,9 +95,9 @@ async function copy(path) {
 /** By a signed address, so that the key is in no address; taken from this origin, however the server calls itself. */
 async function download(checkpoint) {
   const { url } = await ask(`${address(checkpoint)}/archive`);
-  const { run, name } = parts(checkpoint);
+  const { run, kind, name } = parts(checkpoint);
   const href = new URL(url.slice(url.indexOf(FILES) + 1), document.baseURI);
-  h("a", { href, download: `${runName(run)}-${name}.tar`.replaceAll(":", "-") }).click();
+  h("a", { href, download: `${runName(run)}-${kind}-${name}.tar`.replaceAll(":", "-") }).click();
 }
 
 async function remove(checkpoint) {

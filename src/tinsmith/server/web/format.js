@@ -40,6 +40,11 @@ export function count(value) {
   return value === null || value === undefined ? "–" : value.toLocaleString("en-US");
 }
 
+/** How many there are of a thing whose plural ends in s. */
+export function counted(amount, thing) {
+  return `${count(amount)} ${thing}${amount === 1 ? "" : "s"}`;
+}
+
 export function percent(share) {
   return share === null || share === undefined ? "–" : `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
 }

@@ -2,7 +2,7 @@
 
 import { ask, stream } from "./api.js";
 import { h } from "./dom.js";
-import { count, runName } from "./format.js";
+import { counted, runName } from "./format.js";
 import { attempt } from "./notice.js";
 
 export const title = "Playground";
@@ -87,7 +87,7 @@ class Side {
     const tellStatus = () => {
       const seconds = (performance.now() - (first ?? started)) / 1000;
       const amount = tokens ?? pieces;
-      const parts = [`${count(amount)} tokens`];
+      const parts = [counted(amount, "token")];
       if (first !== null) parts.push(`first after ${Math.round(first - started)} ms`);
       if (amount > 1) parts.push(`${(amount / seconds).toFixed(0)} tokens/s`);
       if (reason) parts.push(reason);

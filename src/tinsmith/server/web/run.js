@@ -3,7 +3,7 @@
 import { ask } from "./api.js";
 import { Chart, Group, colour } from "./chart.js";
 import { empty, h } from "./dom.js";
-import { count, duration, runName } from "./format.js";
+import { counted, duration, runName } from "./format.js";
 import { poll } from "./polling.js";
 import { Series } from "./series.js";
 
@@ -59,7 +59,7 @@ async function tellFacts(list, runId, place, of, signal) {
   const swatch = h("i", { class: "swatch" });
   swatch.style.background = colour(place).css;
   const quiet = Date.now() / 1000 - run.last_request;
-  const said = [run.base_model, `rank ${run.rank}`, `${count(run.steps)} steps`, `last request ${duration(quiet)} ago`];
+  const said = [run.base_model, `rank ${run.rank}`, counted(run.steps, "step"), `last request ${duration(quiet)} ago`];
   const link = h("a", { href: `#/run/${id}`, class: "id", title: runId }, runName(runId));
   const item = h("li", {},
     ...(of > 1 ? [swatch, link] : [h("span", { class: "id" }, runId)]),

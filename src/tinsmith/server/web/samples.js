@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { empty, h, keep } from "./dom.js";
-import { clock, count, number, runName } from "./format.js";
+import { clock, count, counted, number, runName } from "./format.js";
 import { ofRun } from "./parts.js";
 import { poll } from "./polling.js";
 
@@ -36,7 +36,7 @@ function make(sample) {
     text("prompt", sample.prompt),
     sample.completions.map((completion) => h("div", { class: "completion" },
       text("completion", completion.text),
-      h("p", { class: "hint" }, `${count(completion.tokens)} tokens · ${completion.stop_reason}`),
+      h("p", { class: "hint" }, `${counted(completion.tokens, "token")} · ${completion.stop_reason}`),
     )),
   );
 }

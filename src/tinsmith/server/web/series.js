@@ -96,11 +96,33 @@ export function decimate(xs, ys, from, to, columns) {
   return places;
 }
 
-/** About `wanted` round numbers from low to high. */
-export function ticks(low, high, wanted) {
-  const rough = (high - low) / Math.max(1, wanted);
+/**
+ * The values of a line between `from` and `to`: those of its points, and those that it has where it comes in and goes
+ * out. `points` are [x, y], x ascending, with one on either side if there is any.
+ */
+export function valuesBetween(points, from, to) {
+  const values = points.filter(([x]) => x >= from && x <= to).map(([, y]) => y);
+  for (const edge of [from, to]) {
+    const after = points.findIndex(([x]) => x > edge);
+    if (after > 0) values.push(interpolated(points[after - 1], points[after], edge));
+  }
+  return values;
+}
+
+function interpolated([x, y], [nextX, nextY], at) {
+  return y + ((at - x) / (nextX - x)) * (nextY - y);
+}
+
+/** About `wanted` round numbers from low to high, no nearer to each other than `least`. */
+export function ticks(low, high, wanted, least = 0) {
+  const rough = Math.max(least, (high - low) / Math.max(1, wanted));
   const power = 10 ** Math.floor(Math.log10(rough));
   return multiples(low, high, power * ([1, 2, 5].find((factor) => factor * power >= rough) ?? 10));
+}
+
+/** The same of steps, which are whole. */
+export function stepTicks(low, high, wanted) {
+  return ticks(low, high, wanted, 1);
 }
 
 /** The same of seconds since 1970, round as clocks are. */
