@@ -14,7 +14,7 @@ import pytest
 
 from tests.docs.pages import DOCS, ROOT, blocks
 from tests.docs.shell import PROGRAMS, check_tinsmith
-from tests.server.api.running import RunningServer
+from tests.server.api.running import KEY, RunningServer
 from tinsmith.server import serve
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.keeper import STOP_SECONDS
@@ -116,7 +116,7 @@ def test_the_proxy_waits_as_long_and_takes_as_much_as_the_server_does() -> None:
 
 
 def test_links_lead_to_the_proxy_if_it_is_on_the_same_machine(tmp_path: Path) -> None:
-    with RunningServer(tmp_path) as server:
+    with RunningServer(tmp_path, api_keys=(KEY,)) as server:
         place = f"sessions/{server.session()}/trace_export"
         forwarded = {"host": "tinsmith.example.com", "x-forwarded-proto": "https"}
         link = server.get(place, headers=forwarded).json()["url"]

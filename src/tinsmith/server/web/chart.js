@@ -272,7 +272,7 @@ export class Chart {
       trace(raw);
       pen.globalAlpha = 1;
       pen.lineWidth = 1.75;
-      trace(smooth);
+      if (isSmooth) trace(smooth);
       if (series.length === 1) dot(pen, x(series.xs[0]), y(series.ys[0]));
     }
     pen.restore();
