@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
@@ -42,7 +41,7 @@ async def export_checkpoint(call: Call) -> Response:
         held.enter_context(call.services.open_requests.one_more(call.owner))
         conversion = held.enter_context(ExitStack())
         conversion.enter_context(call.services.conversions.one_more(call.owner))
-        archive = await asyncio.to_thread(_archive, call, checkpoint, form)
+        archive = await call.filed(_archive, call, checkpoint, form)
         await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", checkpoint.key, to=form))
         length = {"content-length": str(archive.size_bytes)}
         answer = StreamingResponse(_blocks(archive, conversion), headers=length, media_type=tar.CONTENT_TYPE)
@@ -54,8 +53,8 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     path = checkpoint.key.tinker_path
     facts = None if form == PEFT else check_base_of(checkpoint, call.services.models)
     story = Story(checkpoint.base_model, path, call.request.query_params.get("data_note", ""))
-    folder = call.services.folders.folder(path)
     try:
+        folder = call.services.folders.folder(path)
         check_sound(folder)
         base = None if facts is None else BaseModel(facts.folder, facts.name)
         files = export_files(form, Adapter(folder), base, story)

@@ -1,0 +1,66 @@
+"""Where the files of a server lie: in its state folder, or in a storage of objects under a URL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tinsmith.errors import ConfigError
+from tinsmith.server.checkpoints import CheckpointFolders, Folders
+from tinsmith.server.folder_cache import FolderCache
+from tinsmith.server.objects import Objects
+from tinsmith.server.snapshots import SnapshotFolders
+from tinsmith.server.spilled import Spilled, SpilledWeights, StoredSpilled
+from tinsmith.server.state_locks import write_note
+from tinsmith.server.stored_folders import StoredFolders
+
+STORAGE = "storage"
+"""Says in the state folder under which URL its files lie."""
+_LOCAL = ("checkpoints", "snapshots", "samplers")
+
+
+@dataclass(frozen=True)
+class Storage:
+    checkpoints: Folders
+    snapshots: SnapshotFolders
+    spilled: Spilled
+    objects: Objects | None
+    """`None` if all is in the state folder."""
+    _swept: tuple[Folders, ...] = ()
+
+    @property
+    def is_away(self) -> bool:
+        return self.objects is not None and self.objects.is_away
+
+    def sweep(self) -> None:
+        """Removes what others have left half done, if it is old. May take long."""
+        for folders in self._swept:
+            folders.sweep()
+
+
+def open_storage(state: Path, url: str, cache_bytes: int) -> Storage:
+    """Asks nothing of the storage, which may be out of reach."""
+    if not url:
+        snapshots = SnapshotFolders(CheckpointFolders(state / "snapshots"))
+        return Storage(CheckpointFolders(state / "checkpoints"), snapshots, SpilledWeights(state / "samplers"), None)
+    objects, cache = Objects(url), FolderCache(state / "cache", cache_bytes)
+    stored = tuple(StoredFolders(objects, name, cache, state / f"{name}.lock") for name in _LOCAL)
+    return Storage(stored[0], SnapshotFolders(stored[1]), StoredSpilled(stored[2]), objects, stored)
+
+
+def check_storage(state: Path, url: str) -> None:
+    """Refuses a storage other than the one that the files of this state folder are in: they would seem to be lost."""
+    note = state / STORAGE
+    known = note.read_text().strip() if note.exists() else ""
+    if known and known != url:
+        raise ConfigError(
+            f"The files of the state folder {state} are in {known}, and --storage is {url or 'not given'}. Start the "
+            f"server with --storage {known}. If they were copied elsewhere, delete {note}."
+        )
+    if url and not known:
+        if any(path for name in _LOCAL for path in (state / name).glob("[!.]*")):
+            raise ConfigError(
+                f"The state folder {state} holds files of its own, which a server with --storage would not find. "
+                "Choose another folder with --state, or go on without --storage."
+            )
+        write_note(note, url)
