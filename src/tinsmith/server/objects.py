@@ -209,7 +209,7 @@ def _opened(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        files, root = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {}))
+        files, root = url_to_fs(url, use_listings_cache=False, **_OPTIONS.get(scheme, {}))
     except ImportError as error:
         if scheme in _EXTRAS:
             raise MissingExtraError(_EXTRAS[scheme], scheme, f"A storage such as {url}") from error

@@ -19,7 +19,7 @@ import logging
 import re
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -41,7 +41,9 @@ log = logging.getLogger(__name__)
 SWEPT_AFTER_SECONDS = 24 * 3600.0
 LONGEST_WRITE_SECONDS = SWEPT_AFTER_SECONDS / 2
 """Who takes longer, because the machine slept, say, begins anew: it may have been swept up."""
-MAX_TRIES = 5
+MAX_TRIES = 3
+MAX_SUCCESSORS = 100
+"""Of a folder that is overwritten whenever it is about to be read."""
 
 _LIST = re.compile(r"(\d{13})\.((\d{13})-[0-9a-f]{8})\.json")
 _STAMP = re.compile(r"(\d{13})-[0-9a-f]{8}")
@@ -81,16 +83,15 @@ class StoredFolders(Folders):
     # Reading
 
     def folder(self, path: str) -> Path:
-        place = self._place(path)
-        for _ in range(MAX_TRIES):
-            found = self._newest(place)
-            if found is None:
-                return self._cache.place(place, "none")
+        place, tried = self._place(path), Counter[str]()
+        while (found := self._newest(place)) is not None:
             try:
                 return self._cache.find(place, found.stamp) or self._fetched(place, found)
-            except (FileNotFoundError, msgspec.DecodeError):  # replaced, deleted or written in this moment
-                continue
-        raise DamagedError(f"{path} lacks files in the storage")
+            except (FileNotFoundError, msgspec.DecodeError) as error:  # replaced, deleted or written in this moment
+                tried[found.stamp] += 1
+                if tried[found.stamp] == MAX_TRIES or tried.total() == MAX_SUCCESSORS:
+                    raise DamagedError(f"{path} lacks files in the storage") from error
+        return self._cache.place(place, "none")
 
     def exists(self, path: str) -> bool:
         return self._newest(self._place(path)) is not None
@@ -215,7 +216,8 @@ class StoredFolders(Folders):
     # Looking around
 
     def runs(self) -> set[str]:
-        return {name for name in self._objects.names(self._prefix) if not name.startswith(".")}
+        keys = (key.removeprefix(f"{self._prefix}/").split("/") for key in self._objects.find(self._prefix))
+        return {parts[0] for parts in keys if _LIST.fullmatch(parts[-1])}
 
     def names(self, run: str) -> set[str]:
         keys = (key.split("/") for key in self._objects.find(f"{self._prefix}/{run}/weights"))
