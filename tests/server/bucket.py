@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 BUCKET = "tinsmith"
 SECRET = "a-secret-that-nobody-may-see"
@@ -65,7 +66,8 @@ class Bucket:
 @contextmanager
 def running_bucket() -> Iterator[Bucket]:
     bucket = Bucket()
-    with mock.patch.dict(os.environ, bucket.environment):
+    # Whoever has read the environment before asks another server.
+    with mock.patch.dict(os.environ, bucket.environment), mock.patch.object(S3FileSystem, "_cache", {}):
         bucket.make()
         try:
             yield bucket
