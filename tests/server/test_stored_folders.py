@@ -44,6 +44,12 @@ def bucket() -> Iterator[Bucket]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def _enough_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is on this disk."""
+    monkeypatch.setattr(folder_cache, "FREE_SHARE", 0.0)
+
+
 @pytest.fixture(params=["s3", "file", "memory"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A place of our own in a storage of this kind."""
@@ -63,9 +69,9 @@ def s3(bucket: Bucket) -> str:
 class Machine:
     """One of those that use the same storage, with a state folder of its own."""
 
-    def __init__(self, state: Path, url: str) -> None:
+    def __init__(self, state: Path, url: str, cache_bytes: int = 2**30) -> None:
         state.mkdir(exist_ok=True)
-        self.storage = open_storage(state, url, 0)
+        self.storage = open_storage(state, url, cache_bytes)
         assert self.storage.objects is not None
         self.objects: Objects = self.storage.objects
         self.objects.claim("a database")
@@ -305,18 +311,32 @@ def test_files_that_are_damaged_or_missing_in_the_storage_are_noticed(tmp_path: 
         Machine(tmp_path / "other", s3).read()
 
 
-def test_local_copies_that_were_not_used_for_longest_go(one: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = [f"{PATH}-{number}" for number in range(3)]
+def test_local_copies_that_nobody_reads_go_when_they_are_too_many(
+    tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, paths = Machine(tmp_path / "one", url, cache_bytes=3), [f"{PATH}-{number}" for number in range(3)]
     for path in paths:
         one.write("x", path)
-    assert all(one.folders.folder(path).is_dir() for path in paths), "somebody may be reading them"
-    first = one.folders.folder(paths[0])
-    with monkeypatch.context() as patch:
-        patch.setattr(folder_cache, "IN_USE_SECONDS", -1.0)
-        one.write("y")
-    assert not first.exists()
-    assert [*first.parents[4].glob("*/*/*/*/*/a.txt")] == []
-    assert one.read(paths[0]) == both("x"), "and are fetched again"
+    assert kept(tmp_path / "one") == ["step-1-2"], "the last fits"
+    assert all(one.read(path) == both("x") for path in paths), "and the others are fetched again"
+    assert kept(tmp_path / "one") == ["step-1-0", "step-1-1", "step-1-2"], "somebody may be reading them"
+    monkeypatch.setattr(folder_cache, "IN_USE_SECONDS", -1.0)
+    one.write("y", paths[0])
+    assert kept(tmp_path / "one") == ["step-1-0"]
+    assert one.read(paths[0]) == both("y")
+
+
+def test_a_disk_that_is_nearly_full_keeps_no_copies_that_nobody_reads(
+    one: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one.write("x")
+    monkeypatch.setattr(folder_cache, "FREE_SHARE", 2.0)
+    one.write("y", COPY)
+    assert kept(tmp_path / "one") == []
+
+
+def kept(state: Path) -> list[str]:
+    return sorted(folder.parent.name for folder in (state / "cache").glob("*/*/*/*/*"))
 
 
 def test_a_local_disk_without_room_for_a_copy_says_so(

@@ -3,8 +3,8 @@
     STATE/cache/<place>/<stamp>/       what lies there under this stamp, which is never changed
     STATE/cache/.unfinished-.../       what is being fetched, or on its way there
 
-Those that were not used for longest go when there are too many. What was used within the hour stays, since somebody may
-still be reading it. Everything here can be fetched again.
+Those that were not used for longest go when there are too many, or the disk is nearly full. What was read within the
+hour stays, since somebody may still be reading it. Everything here can be fetched again.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tinsmith.server.checkpoints import files_in
 from tinsmith.server.state_locks import one_at_a_time
 
 IN_USE_SECONDS = 3600.0
+FREE_SHARE = 0.1
+"""Of the disk: what we take up of that is for others, if they need it."""
 
 _UNFINISHED = ".unfinished-"
 _DEPTH = "*/*/*/*/*"
@@ -57,13 +59,13 @@ class FolderCache:
         scratch.mkdir(mode=0o700, parents=True)
         return scratch
 
-    def keep(self, scratch: Path, place: str, stamp: str) -> Path:
-        """What is in this folder is what lies there under this stamp."""
-        folder = self.place(place, stamp)
+    def keep(self, scratch: Path, place: str, stamp: str, *, is_read: bool) -> Path:
+        """What is in this folder is what lies there under this stamp. What is not read now is the first to go."""
+        folder, used = self.place(place, stamp), time.time() - (0.0 if is_read else IN_USE_SECONDS)
         with self._alone():
             if not folder.exists():  # else somebody else has fetched it, too
                 folder.parent.mkdir(parents=True, exist_ok=True)
-                os.utime(scratch)
+                os.utime(scratch, (used, used))
                 scratch.rename(folder)
             gone = [self._take_out(kept.folder) for kept in self._too_much()]
         for each in (scratch, *gone):
@@ -84,11 +86,12 @@ class FolderCache:
 
     def _too_much(self) -> Iterator[_Kept]:
         kept = [_Kept(folder.stat().st_mtime, _size(folder), folder) for folder in self._root.glob(_DEPTH)]
-        total, in_use_since = sum(each.size for each in kept), time.time() - IN_USE_SECONDS
+        disk, in_use_since = shutil.disk_usage(self._root), time.time() - IN_USE_SECONDS
+        excess = max(sum(each.size for each in kept) - self._max_bytes, int(FREE_SHARE * disk.total) - disk.free)
         for each in sorted(kept):
-            if total <= self._max_bytes or each.used > in_use_since:
+            if excess <= 0 or each.used > in_use_since:
                 return
-            total -= each.size
+            excess -= each.size
             yield each
 
     def _take_out(self, folder: Path) -> Path:

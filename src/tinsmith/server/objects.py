@@ -70,7 +70,7 @@ class Objects:
                 found = self._ask("cat_file", mark).decode().strip()
             except FileNotFoundError:
                 self._ask("pipe_file", mark, f"{database_id}\n".encode())
-                found = database_id
+                found = self._ask("cat_file", mark).decode().strip()
             self._probe()
         except Exception as error:
             raise ConfigError(

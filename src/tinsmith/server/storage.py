@@ -14,7 +14,7 @@ from tinsmith.server.spilled import Spilled, SpilledWeights, StoredSpilled
 from tinsmith.server.state_locks import write_note
 from tinsmith.server.stored_folders import StoredFolders
 
-STORAGE = "storage"
+_NOTE = "storage"
 """Says in the state folder under which URL its files lie."""
 _LOCAL = ("checkpoints", "snapshots", "samplers")
 
@@ -48,10 +48,15 @@ def open_storage(state: Path, url: str, cache_bytes: int) -> Storage:
     return Storage(stored[0], SnapshotFolders(stored[1]), StoredSpilled(stored[2]), objects, stored)
 
 
+def storage_of(state: Path) -> str:
+    """The URL under which the files of a state folder lie; empty if they lie in the folder."""
+    note = state / _NOTE
+    return note.read_text().strip() if note.exists() else ""
+
+
 def check_storage(state: Path, url: str) -> None:
     """Refuses a storage other than the one that the files of this state folder are in: they would seem to be lost."""
-    note = state / STORAGE
-    known = note.read_text().strip() if note.exists() else ""
+    note, known = state / _NOTE, storage_of(state)
     if known and known != url:
         raise ConfigError(
             f"The files of the state folder {state} are in {known}, and --storage is {url or 'not given'}. Start the "

@@ -100,7 +100,9 @@ class StoredFolders(Folders):
         return files_in(self.folder(path))
 
     def size_bytes(self, path: str) -> int:
-        return sum(file.stat().st_size for file in self.files(path).values())
+        """Nothing is fetched for it."""
+        found = self._newest(self._place(path))
+        return 0 if found is None else self._list(found).size
 
     def archive(self, path: str) -> Archive:
         return archive_of(self.files(path))
@@ -125,7 +127,7 @@ class StoredFolders(Folders):
             with Disk(scratch).room("A copy of files from the storage", listed.size):
                 for name, facts in listed.files.items():
                     self._fetch(f"{place}/{version.stamp}/{name}", scratch / name, facts)
-            return self._cache.keep(scratch, place, version.stamp)
+            return self._cache.keep(scratch, place, version.stamp, is_read=True)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -150,7 +152,7 @@ class StoredFolders(Folders):
             for name, file in files.items():
                 self._objects.put_file(f"{place}/{stamp}/{name}", file)
             self._commit(place, stamp, listed, enter)
-            self._cache.keep(scratch, place, stamp)
+            self._cache.keep(scratch, place, stamp, is_read=False)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
