@@ -25,7 +25,7 @@ from tinsmith.server.full_disk import DiskFullError
 from tinsmith.server.objects import Objects, StorageAwayError, check_url
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import StoredSpilled
-from tinsmith.server.storage import check_storage, open_storage
+from tinsmith.server.storage import check_storage, move_in, open_storage
 from tinsmith.server.store import reserve
 from tinsmith.server.store.records import Snapshots
 from tinsmith.server.stored_folders import StoredFolders
@@ -444,8 +444,30 @@ def test_a_state_folder_is_used_with_the_storage_of_its_files_alone(tmp_path: Pa
     for url in ("s3://bucket/b", ""):
         with pytest.raises(ConfigError, match=r"are in s3://bucket/a, and --storage is .*Start the server with"):
             check_storage(tmp_path, url)
-    local = tmp_path / "local"
-    (local / "checkpoints" / "run").mkdir(parents=True)
-    check_storage(local, "")
-    with pytest.raises(ConfigError, match="holds files of its own"):
-        check_storage(local, "s3://bucket/a")
+    check_storage(tmp_path / "local", "")
+
+
+def test_what_lies_in_a_state_folder_moves_into_its_storage_even_in_two_goes(
+    one: Machine, other: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, sampler, export = tmp_path / "one", "s:sample:1", "tinker://session-1:train:0/external_weights/x"
+    local = open_storage(state, "", 0)
+    for path in (PATH, COPY, export):
+        with local.checkpoints.writing(path) as folder:
+            (folder / "a.txt").write_text(path)
+            (folder / "sub").mkdir()
+            (folder / "sub" / "b.txt").write_text(path)
+    with local.snapshots.writing(MODEL, 7) as folder:
+        (folder / "weights").write_text("7")
+    with local.spilled.writing(sampler) as file:
+        file.write_bytes(b"weights")
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredFolders, "_commit", lambda *arguments: (_ for _ in ()).throw(StorageAwayError(one.objects)))
+        with pytest.raises(StorageAwayError):
+            move_in(state, one.storage)
+    move_in(state, one.storage)
+    move_in(state, one.storage)
+    assert all(other.read(path) == both(path) for path in (PATH, COPY, export))
+    assert (other.storage.snapshots.folder(MODEL, 7) / "weights").read_text() == "7"
+    assert other.storage.spilled.path(sampler).read_bytes() == b"weights"
+    assert [*state.glob("checkpoints/*/*/*"), *state.glob("snapshots/*/*/*"), *state.glob("samplers/*")] == []

@@ -119,9 +119,6 @@ class Folders(Protocol):
     def tidy(self) -> None:
         """Ends what a killed process left half done on this machine. Called at start, before anything is written."""
 
-    def sweep(self) -> None:
-        """The same elsewhere, where others may be writing in this moment."""
-
 
 class CheckpointFolders(Folders):
     def __init__(self, root: Path) -> None:
@@ -186,9 +183,7 @@ class CheckpointFolders(Folders):
         if not files:
             raise FileNotFoundError(source)
         with self.writing(target, enter) as folder:
-            for name, file in files.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                link_or_copy(file, folder / name)
+            link_files(files, folder)
 
     def files(self, path: str) -> dict[str, Path]:
         return files_in(self.folder(path))
@@ -231,9 +226,6 @@ class CheckpointFolders(Folders):
                 shutil.rmtree(folder, ignore_errors=True)
             else:
                 os.rename(folder, target)  # its successor never arrived
-
-    def sweep(self) -> None:
-        """Nobody else writes here."""
 
 
 class Archive:
@@ -325,6 +317,12 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def link_files(files: Mapping[str, Path], folder: Path) -> None:
+    for name, file in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(file, folder / name)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

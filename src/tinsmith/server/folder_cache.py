@@ -26,7 +26,7 @@ FREE_SHARE = 0.1
 """Of the disk: what we take up of that is for others, if they need it."""
 
 _UNFINISHED = ".unfinished-"
-_DEPTH = "*/*/*/*/*"
+_DEPTH = "[!.]*/*/*/*/*"
 """What is kept, a run, a kind, a name and a stamp."""
 
 

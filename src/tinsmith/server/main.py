@@ -17,11 +17,12 @@ from tinsmith._version import __version__
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.config import DATABASE_FILE, ServerConfig
+from tinsmith.server.full_disk import WaitError
 from tinsmith.server.memory import collect_seldom
 from tinsmith.server.models import ModelFacts, describe
 from tinsmith.server.serve import ApiServer, allow_many_connections, listen
 from tinsmith.server.state_locks import check_database, sole_use
-from tinsmith.server.storage import check_storage, open_storage
+from tinsmith.server.storage import check_storage, move_in, open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.supervise import WorkerProcesses
@@ -63,9 +64,14 @@ def _tidy_files(config: ServerConfig, store: Store) -> None:
     storage = open_storage(config.state, config.storage, config.cache_bytes)
     if storage.objects is not None:
         storage.objects.claim(store.identity.database_id())
-    storage.checkpoints.tidy()
-    storage.spilled.tidy()
-    storage.snapshots.tidy(store.models.snapshots())
+    try:
+        storage.checkpoints.tidy()
+        storage.spilled.tidy()
+        if storage.objects is not None:
+            move_in(config.state, storage)
+        storage.snapshots.tidy(store.models.snapshots())
+    except WaitError as error:
+        raise ConfigError(f"The server cannot start now: {error}. Start it again when that is over.") from error
 
 
 def _log_start(config: ServerConfig, models: Sequence[str]) -> None:

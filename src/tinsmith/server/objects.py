@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 PATIENCE_SECONDS = 30.0
 """For any request, besides the time that its bytes take."""
 SLOWEST_BYTES_PER_SECOND = 2**20
+LISTING_SECONDS = 600.0
+"""For a list of all keys: a thousand come at a time."""
 LOOK_SECONDS = 1.0
 
 _MARK = "database-id"
@@ -90,17 +92,17 @@ class Objects:
         self._tried("pipe_file", self._path(key), data)
 
     def put_file(self, key: str, file: Path) -> None:
-        self._tried("put_file", str(file), self._path(key), size=file.stat().st_size)
+        self._tried("put_file", str(file), self._path(key), seconds=_seconds(file.stat().st_size))
 
     def get(self, key: str) -> bytes:
         found: bytes = self._tried("cat_file", self._path(key))
         return found
 
     def get_file(self, key: str, file: Path, size: int) -> None:
-        self._tried("get_file", self._path(key), str(file), size=size)
+        self._tried("get_file", self._path(key), str(file), seconds=_seconds(size))
 
     def copy(self, source: str, target: str, size: int) -> None:
-        self._tried("cp_file", self._path(source), self._path(target), size=size)
+        self._tried("cp_file", self._path(source), self._path(target), seconds=_seconds(size))
 
     def remove(self, keys: Iterable[str]) -> None:
         """What is not there need not be removed."""
@@ -121,7 +123,7 @@ class Objects:
     def find(self, prefix: str) -> list[str]:
         """All keys that begin with this one."""
         try:
-            found = self._tried("find", self._path(prefix))
+            found = self._tried("find", self._path(prefix), seconds=LISTING_SECONDS)
         except FileNotFoundError:
             return []
         return [path[len(self._root) + 1 :] for path in found]
@@ -129,11 +131,12 @@ class Objects:
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    def _tried(self, name: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+    def _tried(self, name: str, *arguments: Any, seconds: float = 0.0, **options: Any) -> Any:
+        """`seconds` is how much longer than others it may take."""
         if self.is_away:
             raise StorageAwayError(self)
         try:
-            return self._ask(name, *arguments, size=size, **options)
+            return self._ask(name, *arguments, seconds=seconds, **options)
         except FileNotFoundError as error:
             if name.startswith(("put", "pipe")) or not self._has_mark():
                 raise self._lost(error) from error
@@ -143,13 +146,13 @@ class Objects:
                 raise
             raise self._lost(error) from error
 
-    def _ask(self, name: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+    def _ask(self, name: str, *arguments: Any, seconds: float = 0.0, **options: Any) -> Any:
         if not self._files.async_impl:
             return getattr(self._files, name)(*arguments, **options)
         from fsspec.asyn import sync
 
-        seconds = PATIENCE_SECONDS + size / SLOWEST_BYTES_PER_SECOND
-        return sync(self._files.loop, getattr(self._files, f"_{name}"), *arguments, timeout=seconds, **options)
+        work = getattr(self._files, f"_{name}")
+        return sync(self._files.loop, work, *arguments, timeout=PATIENCE_SECONDS + seconds, **options)
 
     # Outages
 
@@ -189,6 +192,10 @@ class Objects:
         except Exception:  # noqa: BLE001 - as above
             return False
         return True
+
+
+def _seconds(size: int) -> float:
+    return size / SLOWEST_BYTES_PER_SECOND
 
 
 def check_url(url: str) -> str:

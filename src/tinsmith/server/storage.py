@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.errors import ConfigError
-from tinsmith.server.checkpoints import CheckpointFolders, Folders
+from tinsmith.server.checkpoints import CheckpointFolders, Folders, files_in, link_files, link_or_copy
 from tinsmith.server.folder_cache import FolderCache
 from tinsmith.server.objects import Objects
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import Spilled, SpilledWeights, StoredSpilled
 from tinsmith.server.state_locks import write_note
+from tinsmith.server.store import ids
 from tinsmith.server.stored_folders import StoredFolders
+
+log = logging.getLogger(__name__)
 
 _NOTE = "storage"
 """Says in the state folder under which URL its files lie."""
-_LOCAL = ("checkpoints", "snapshots", "samplers")
+_FOLDERS = ("checkpoints", "snapshots")
+_SAMPLERS = "samplers"
 
 
 @dataclass(frozen=True)
@@ -24,9 +30,10 @@ class Storage:
     checkpoints: Folders
     snapshots: SnapshotFolders
     spilled: Spilled
-    objects: Objects | None
+    objects: Objects | None = None
     """`None` if all is in the state folder."""
-    _swept: tuple[Folders, ...] = ()
+    stored: tuple[StoredFolders, ...] = ()
+    """All that is not in the state folder."""
 
     @property
     def is_away(self) -> bool:
@@ -34,7 +41,7 @@ class Storage:
 
     def sweep(self) -> None:
         """Removes what others have left half done, if it is old. May take long."""
-        for folders in self._swept:
+        for folders in self.stored:
             folders.sweep()
 
 
@@ -42,9 +49,9 @@ def open_storage(state: Path, url: str, cache_bytes: int) -> Storage:
     """Asks nothing of the storage, which may be out of reach."""
     if not url:
         snapshots = SnapshotFolders(CheckpointFolders(state / "snapshots"))
-        return Storage(CheckpointFolders(state / "checkpoints"), snapshots, SpilledWeights(state / "samplers"), None)
+        return Storage(CheckpointFolders(state / "checkpoints"), snapshots, SpilledWeights(state / _SAMPLERS))
     objects, cache = Objects(url), FolderCache(state / "cache", cache_bytes)
-    stored = tuple(StoredFolders(objects, name, cache, state / f"{name}.lock") for name in _LOCAL)
+    stored = tuple(StoredFolders(objects, name, cache, state / f"{name}.lock") for name in (*_FOLDERS, _SAMPLERS))
     return Storage(stored[0], SnapshotFolders(stored[1]), StoredSpilled(stored[2]), objects, stored)
 
 
@@ -63,9 +70,23 @@ def check_storage(state: Path, url: str) -> None:
             f"server with --storage {known}. If they were copied elsewhere, delete {note}."
         )
     if url and not known:
-        if any(path for name in _LOCAL for path in (state / name).glob("[!.]*")):
-            raise ConfigError(
-                f"The state folder {state} holds files of its own, which a server with --storage would not find. "
-                "Choose another folder with --state, or go on without --storage."
-            )
         write_note(note, url)
+
+
+def move_in(state: Path, storage: Storage) -> None:
+    """Puts what lies in the state folder into the storage, one after the other, and removes it here.
+
+    Called at start, before anything is written; what a start that was ended has left, the next one moves.
+    """
+    for name, target in zip(_FOLDERS, storage.stored, strict=False):
+        for folder in sorted((state / name).glob("[!.]*/*/[!.]*")):
+            run, kind, checkpoint = folder.relative_to(state / name).parts
+            log.info("Moving %s to the storage ...", folder)
+            with target.writing(ids.tinker_path(run, kind, checkpoint)) as scratch:
+                link_files(files_in(folder), scratch)
+            shutil.rmtree(folder)
+    local = SpilledWeights(state / _SAMPLERS)
+    for sampler_id in local.sampler_ids():
+        with storage.spilled.writing(sampler_id) as file:
+            link_or_copy(local.path(sampler_id), file)
+        local.remove(sampler_id)

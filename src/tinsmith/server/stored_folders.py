@@ -132,6 +132,8 @@ class StoredFolders(Folders):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _fetch(self, key: str, file: Path, facts: _File) -> None:
+        if ".." in file.parts:
+            raise DamagedError(f"a list in the storage names {file.name} in a folder above its own")
         file.parent.mkdir(parents=True, exist_ok=True)
         self._objects.get_file(key, file, facts.size)
         if (found := _described(file)) != facts:
@@ -244,7 +246,7 @@ class StoredFolders(Folders):
         self._cache.tidy()
 
     def sweep(self) -> None:
-        """Removes what no list names, and lists that have a successor, if they are old."""
+        """Removes what no list names, and lists that have a successor, if they are old: others may be writing now."""
         places: dict[str, list[str]] = defaultdict(list)
         for key in self._objects.find(self._prefix):
             *place, inside = key.removeprefix(f"{self._prefix}/").split("/", 3)
