@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import shutil
+import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 import tinsmith
 from tests.end_to_end.scripts import sentence
-from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
+from tests.end_to_end.serving import COMMAND, KEY, ServerProcess, failed_start, wait_until
 from tests.server.bucket import BUCKET, SECRET, Bucket, running_bucket
 
 MODEL = "tiny/model-1"
@@ -103,6 +104,33 @@ def test_a_server_that_lost_all_but_bucket_and_database_goes_on_to_the_last_bit(
     assert len(bucket.objects(prefix)) == 5
     client.rest.delete_checkpoint_from_tinker_path(saved).result(timeout=SECONDS)
     assert bucket.objects(prefix) == []
+
+
+def test_checkpoints_are_copied_exported_and_imported(
+    server: ServerProcess, client: tinsmith.ServiceClient, bucket: Bucket, tmp_path: Path
+) -> None:
+    model = new_model(client)
+    train(model, range(2))
+    saved = model.save_state("kept").result(timeout=SECONDS).path
+    copy = client.rest.copy_weights(saved, "project").result(timeout=SECONDS)
+    client.rest.delete_checkpoint_from_tinker_path(saved).result(timeout=SECONDS)
+    client.rest.export_checkpoint(copy, tmp_path / "adapter").result(timeout=SECONDS)
+    imported = client.rest.import_adapter(tmp_path / "adapter", MODEL).result(timeout=SECONDS)
+    assert bucket.objects(f"team/files/checkpoints/{imported.removeprefix('tinker://')}/")
+    assert loss(client.create_training_client_from_state(imported)) == pytest.approx(loss(model), rel=1e-5)
+
+
+def loss(model: Any) -> float:
+    found: float = model.forward([sentence(tinsmith, 5)], "cross_entropy").result(timeout=SECONDS).metrics["loss:sum"]
+    return found
+
+
+def test_a_backup_says_what_to_copy_instead(server: ServerProcess, tmp_path: Path) -> None:
+    command = [COMMAND, "backup", tmp_path / "copy", "--state", server.state]
+    refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode != 0
+    assert f"lie in {URL}" in " ".join(refused.stderr.split())
+    assert not (tmp_path / "copy").exists()
 
 
 def test_a_save_waits_for_a_bucket_that_went_away_and_is_done_when_it_is_back(

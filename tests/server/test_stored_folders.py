@@ -18,7 +18,7 @@ import pytest
 from s3fs import S3FileSystem
 
 from tests.server.bucket import BUCKET, Bucket, running_bucket
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server import folder_cache, objects, stored_folders
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.full_disk import DiskFullError
@@ -47,7 +47,7 @@ def bucket() -> Iterator[Bucket]:
 @pytest.fixture(autouse=True)
 def _enough_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever else is on this disk."""
-    monkeypatch.setattr(folder_cache, "FREE_SHARE", 0.0)
+    monkeypatch.setattr(folder_cache, "FREE_BYTES", 0)
 
 
 @pytest.fixture(params=["s3", "file", "memory"])
@@ -220,6 +220,28 @@ def test_who_reads_while_others_write_finds_one_of_them_as_a_whole(one: Machine,
     assert other.read() == both("14")
 
 
+def test_a_save_and_a_deletion_at_once_leave_files_and_row_in_agreement(tmp_path: Path) -> None:
+    worker, api = (Machine(tmp_path / "state", f"file://{tmp_path}/far") for _ in range(2))
+    row: list[str] = []
+
+    def enter(text: str, size: int) -> None:
+        row[:] = [text]
+
+    def forget() -> bool:
+        was_there = bool(row)
+        row.clear()
+        return was_there
+
+    for number in range(20):
+        text = str(number)
+        with ThreadPoolExecutor(2) as pool:
+            saving = pool.submit(worker.write, text, enter=partial(enter, text))
+            deleting = pool.submit(api.folders.delete, PATH, forget)
+            saving.result(WAIT_SECONDS)
+            deleting.result(WAIT_SECONDS)
+        assert api.read() == (both(text) if row else {})
+
+
 def test_of_two_lists_the_later_counts_whatever_the_clocks_say(
     one: Machine, other: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,7 +352,7 @@ def test_a_disk_that_is_nearly_full_keeps_no_copies_that_nobody_reads(
     one: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one.write("x")
-    monkeypatch.setattr(folder_cache, "FREE_SHARE", 2.0)
+    monkeypatch.setattr(folder_cache, "FREE_BYTES", 2**62)
     one.write("y", COPY)
     assert kept(tmp_path / "one") == []
 
@@ -421,6 +443,17 @@ def test_a_storage_that_cannot_be_used_is_refused_with_what_to_change(
     elsewhere(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"cannot be used: EndpointConnectionError"):
         Objects(s3).claim("a")
+
+
+def test_without_the_package_for_a_bucket_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*arguments: Any, **options: Any) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", missing)
+    with pytest.raises(MissingExtraError, match=r"pip install 'tinsmith\[s3\]'"):
+        Objects("s3://bucket/x")
+    with pytest.raises(ConfigError, match="Install s3fs"):
+        Objects("gs://bucket/x")
 
 
 @pytest.mark.parametrize(

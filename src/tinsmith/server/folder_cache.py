@@ -20,10 +20,11 @@ from uuid import uuid4
 
 from tinsmith.server.checkpoints import files_in
 from tinsmith.server.state_locks import one_at_a_time
+from tinsmith.server.store import reserve
 
 IN_USE_SECONDS = 3600.0
-FREE_SHARE = 0.1
-"""Of the disk: what we take up of that is for others, if they need it."""
+FREE_BYTES = 4 * 2**30
+"""What is left of the disk for others before any copies are kept that nobody reads."""
 
 _UNFINISHED = ".unfinished-"
 _DEPTH = "[!.]*/*/*/*/*"
@@ -86,8 +87,8 @@ class FolderCache:
 
     def _too_much(self) -> Iterator[_Kept]:
         kept = [_Kept(folder.stat().st_mtime, _size(folder), folder) for folder in self._root.glob(_DEPTH)]
-        disk, in_use_since = shutil.disk_usage(self._root), time.time() - IN_USE_SECONDS
-        excess = max(sum(each.size for each in kept) - self._max_bytes, int(FREE_SHARE * disk.total) - disk.free)
+        free, in_use_since = reserve.free_bytes(self._root), time.time() - IN_USE_SECONDS
+        excess = max(sum(each.size for each in kept) - self._max_bytes, FREE_BYTES - free)
         for each in sorted(kept):
             if excess <= 0 or each.used > in_use_since:
                 return
