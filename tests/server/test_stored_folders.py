@@ -333,6 +333,17 @@ def test_files_that_are_damaged_or_missing_in_the_storage_are_noticed(tmp_path: 
         Machine(tmp_path / "other", s3).read()
 
 
+@pytest.mark.parametrize("name", ["../evil", "/tmp/evil", "sub/../../evil"])
+def test_a_list_that_leads_out_of_its_folder_is_refused(tmp_path: Path, name: str) -> None:
+    one = Machine(tmp_path / "one", f"file://{tmp_path}/far")
+    one.write("x")
+    (listed,) = (key for key in keys(one) if key.endswith(".json"))
+    one.objects.put(listed, one.objects.get(listed).replace(b"a.txt", name.encode()))
+    one.storage.stored[0]._cache.drop("checkpoints")
+    with pytest.raises(DamagedError, match="outside of their folder"):
+        one.read()
+
+
 def test_local_copies_that_nobody_reads_go_when_they_are_too_many(
     tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

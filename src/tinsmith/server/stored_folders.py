@@ -118,7 +118,10 @@ class StoredFolders(Folders):
         return [_Version(int(match[1]), match[2], key) for match, key in found if match is not None]
 
     def _list(self, version: _Version) -> _List:
-        return msgspec.json.decode(self._objects.get(version.key), type=_List)
+        listed = msgspec.json.decode(self._objects.get(version.key), type=_List)
+        if any(part in ("", "..") for name in listed.files for part in name.split("/")):
+            raise DamagedError(f"{version.key} in the storage names files outside of their folder")
+        return listed
 
     def _fetched(self, place: str, version: _Version) -> Path:
         listed = self._list(version)
@@ -132,8 +135,6 @@ class StoredFolders(Folders):
             shutil.rmtree(scratch, ignore_errors=True)
 
     def _fetch(self, key: str, file: Path, facts: _File) -> None:
-        if ".." in file.parts:
-            raise DamagedError(f"a list in the storage names {file.name} in a folder above its own")
         file.parent.mkdir(parents=True, exist_ok=True)
         self._objects.get_file(key, file, facts.size)
         if (found := _described(file)) != facts:
