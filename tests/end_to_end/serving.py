@@ -96,6 +96,13 @@ class ServerProcess:
         self._process.kill()
         self._gone(workers)
 
+    def kill_all(self) -> None:
+        """SIGKILL for the API process and its workers in one moment."""
+        workers = self.workers()
+        for pid in (*workers, self._process.pid):
+            os.kill(pid, signal.SIGKILL)
+        self._gone(workers)
+
     def terminate(self) -> int:
         """SIGTERM, and the exit status."""
         workers = self.workers()

@@ -221,7 +221,7 @@ def test_what_a_model_was_made_from_outlives_its_damaged_snapshot(bench: Workben
     assert stored(bench).snapshots == Snapshots(last=0), "written again at once"
 
     bench.store.models.forget_snapshots(MODEL, [0])  # as if a kill had come between
-    SnapshotFolders(bench.state / "snapshots").tidy(bench.store.models.snapshots())
+    SnapshotFolders(CheckpointFolders(bench.state / "snapshots")).tidy(bench.store.models.snapshots())
     assert not snapshot(bench, 0).exists()
     with bench.worker():
         assert bench.losses([bench.data(MODEL, 2, forward_only=True)]) == expected
@@ -283,14 +283,14 @@ def test_what_a_killed_process_left_of_snapshots_is_removed(tmp_path: Path) -> N
     names = ("7", "5", "6", "7-loaded", "6-loaded", "5-loaded", ".unfinished-x")
     for folder in (*(f"s_train_0/weights/{name}" for name in names), "s_train_1/weights/3"):
         (tmp_path / folder).mkdir(parents=True)
-    SnapshotFolders(tmp_path).tidy({MODEL: Snapshots(last=7, previous=5)})
+    SnapshotFolders(CheckpointFolders(tmp_path)).tidy({MODEL: Snapshots(last=7, previous=5)})
     assert sorted(folder.name for folder in tmp_path.glob("*/weights/*")) == ["5", "6-loaded", "7", "7-loaded"]
 
 
 def test_a_model_that_the_store_does_not_know_is_set_aside_for_some_time(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folders = SnapshotFolders(tmp_path)
+    folders = SnapshotFolders(CheckpointFolders(tmp_path))
     aside = tmp_path / ".unknown" / "s_train_1"
     for name in ("first", "second"):
         (tmp_path / "s_train_1" / "weights" / name).mkdir(parents=True)
@@ -309,6 +309,6 @@ def test_a_model_that_the_store_does_not_know_is_set_aside_for_some_time(
 def test_pruning_leaves_what_a_successor_has_written(tmp_path: Path) -> None:
     for name in ("3", "5", "7", "9", "9-loaded", ".unfinished-x"):
         (tmp_path / "s_train_0" / "weights" / name).mkdir(parents=True)
-    SnapshotFolders(tmp_path).prune(MODEL, Snapshots(last=7, previous=5))
+    SnapshotFolders(CheckpointFolders(tmp_path)).prune(MODEL, Snapshots(last=7, previous=5))
     left = sorted(folder.name for folder in (tmp_path / "s_train_0" / "weights").iterdir())
     assert left == [".unfinished-x", "5", "7", "9", "9-loaded"]

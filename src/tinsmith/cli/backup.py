@@ -28,7 +28,7 @@ def command(options: Options, folder: Path, state: Path | None, force: bool) -> 
 
     The copy is of one moment, and `tinsmith serve --state FOLDER` goes on from there. On one disk it shares its files
     with the original, so copy it to another one. A database in PostgreSQL is not part of it: stop the server and use
-    `pg_dump`.
+    `pg_dump`. A state whose files lie in a storage of objects cannot be copied so.
     """
     from tinsmith.errors import MissingExtraError
     from tinsmith.export import new_folder
@@ -36,6 +36,7 @@ def command(options: Options, folder: Path, state: Path | None, force: bool) -> 
     try:
         from tinsmith.server.backup import back_up
         from tinsmith.server.config import DATABASE_FILE
+        from tinsmith.server.storage import storage_of
     except ImportError as error:
         raise MissingExtraError(error.name or "sqlalchemy", "server", "Copying the state of a server") from error
     source, target = (state or Path.home() / ".tinsmith").absolute(), folder.expanduser().absolute()
@@ -44,6 +45,12 @@ def command(options: Options, folder: Path, state: Path | None, force: bool) -> 
             f"{source} holds no {DATABASE_FILE}.",
             remedy="Give the --state of `tinsmith serve`. With PostgreSQL, stop the server, copy the folder, and use "
             "pg_dump for the database.",
+        )
+    if url := storage_of(source):
+        raise CommandFailed(
+            f"The files of {source} lie in {url}, which this command does not copy.",
+            remedy="Stop the server, copy the folder (all but cache/) and what lies under that URL, with the tools of "
+            "the storage, and start it again.",
         )
     if target.is_relative_to(source):
         raise CommandFailed(f"{target} lies within {source}.", remedy="Choose a folder elsewhere.")

@@ -31,6 +31,20 @@ from tinsmith.cli.output import emit
     help="Where all is kept that must last; ~/.tinsmith by default.",
 )
 @click.option("--database", default="", metavar="URL", help="PostgreSQL URL; by default SQLite in the state folder.")
+@click.option(
+    "--storage",
+    default="",
+    metavar="URL",
+    help="Where files lie, such as s3://bucket/prefix; the state folder by default.",
+)
+@click.option(
+    "--storage-cache-gib",
+    type=click.FloatRange(min=0),
+    default=16,
+    show_default=True,
+    metavar="GIB",
+    help="What local copies of such files may take up.",
+)
 @click.option("--api-key", "api_keys", multiple=True, metavar="KEY", help="A key to accept; repeatable.")
 @click.option("--token-exchange", is_flag=True, help="Clients swap their key for a token that lasts an hour.")
 @click.option(
@@ -142,6 +156,8 @@ def command(
     port: int,
     state: Path | None,
     database: str,
+    storage: str,
+    storage_cache_gib: float,
     api_keys: tuple[str, ...],
     token_exchange: bool,
     session_timeout: int,
@@ -178,6 +194,8 @@ def command(
             port=port,
             state=(state or Path.home() / ".tinsmith").absolute(),
             database=database,
+            storage=storage,
+            cache_bytes=int(storage_cache_gib * 2**30),
             api_keys=api_keys,
             token_exchange=token_exchange,
             session_timeout_seconds=session_timeout,

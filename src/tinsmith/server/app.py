@@ -23,9 +23,9 @@ from starlette.routing import Route
 from tinsmith.errors import APIStatusError, InvalidInputError
 from tinsmith.server import audit, logs, openapi, web
 from tinsmith.server.auth import Authority, Caller, Door
-from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.endpoints import ENDPOINTS
+from tinsmith.server.full_disk import WaitError
 from tinsmith.server.metrics import Metrics
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.openai import completions as openai
@@ -38,6 +38,7 @@ from tinsmith.server.recent import Recent
 from tinsmith.server.routes._body import Body
 from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, identified, plain_refusal
 from tinsmith.server.routes._intake import Intake
+from tinsmith.server.storage import open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.streams import Streams
 from tinsmith.server.texts import Texts
@@ -52,6 +53,7 @@ T = TypeVar("T")
 
 _STORE_THREADS = 8
 _DECODE_THREADS = 2
+_FILE_THREADS = 4
 _IN_USE_SECONDS = 5.0
 _STORE_RETRY_SECONDS = 5.0
 _HEARTBEAT_PATIENCE_SECONDS = 0.1
@@ -130,7 +132,7 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         authority=authority,
         door=Door(authority, store.keys, storing),
         waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
-        folders=CheckpointFolders(config.checkpoints),
+        storage=open_storage(config.state, config.storage, config.cache_bytes),
         intake=Intake(in_thread(store.jobs.enqueue_many, submitting)),
         heartbeats=Intake(in_thread(store.sessions.heartbeats), _HEARTBEAT_PATIENCE_SECONDS),
         open_requests=OpenRequests(config.max_open_requests),
@@ -150,6 +152,7 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         storing=storing,
         submitting=submitting,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
+        filing=ThreadPoolExecutor(_FILE_THREADS, "files"),
         models_in_use=Recent(_IN_USE_SECONDS),
         samplers_in_use=Recent(_IN_USE_SECONDS),
         texts=Texts(models),
@@ -174,7 +177,7 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
     tidying = Tidying(
         services.config,
         services.store,
-        services.folders,
+        services.storage,
         services.waiting,
         services.workers,
         services.samplers_in_use,
@@ -194,6 +197,7 @@ async def _lifespan(services: Services) -> AsyncIterator[None]:
         services.submitting.shutdown()
         services.storing.shutdown()
         services.decoding.shutdown()
+        services.filing.shutdown()
 
 
 # --- one request -----------------------------------------------------------------------------------------------------
@@ -239,6 +243,10 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
         if endpoint.when_away is not None:
             return await endpoint.when_away()
         detail = "The server's database is out of reach or full. Send the request again."
+        return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
+    except WaitError as error:
+        logs.about(reason=str(error))
+        detail = f"This cannot be done now: {error}. Send the request again."
         return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
     except Exception:
         log.exception("%s %s failed", endpoint.method, endpoint.path)

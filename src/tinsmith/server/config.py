@@ -32,6 +32,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     database: str = ""
     """A database URL; empty means a SQLite file in the state folder."""
 
+    storage: str = ""
+    """The URL under which checkpoints, snapshots and the weights of samplers lie; empty means in the state folder."""
+
+    cache_bytes: int = 16 * 2**30
+    """What local copies of files under that URL may take up, besides those that were used within the hour."""
+
     api_keys: tuple[str, ...] = ()
     """Keys accepted besides those in the database."""
 
@@ -128,16 +134,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def checkpoints(self) -> Path:
         return self.state / "checkpoints"
-
-    @property
-    def snapshots(self) -> Path:
-        """The folder of models in training as they were a moment ago."""
-        return self.state / "snapshots"
-
-    @property
-    def samplers(self) -> Path:
-        """The folder of weights that samplers have copied from models and that did not fit into memory."""
-        return self.state / "samplers"
 
     @property
     def is_loopback(self) -> bool:

@@ -1,5 +1,7 @@
 """A full disk is no job's fault, and it passes: whoever met it waits, and goes on when there is room.
 
+The same is true of a storage that is out of reach (`objects.py`).
+
 Large files are not begun if there is no room for them, and leave some for the database. So one model that cannot be
 saved waits alone, in memory, while everybody else goes on.
 """
@@ -64,8 +66,26 @@ class Disk:
         return size + KEPT_BYTES <= self.free_bytes
 
 
-class DiskFullError(Exception):
-    """Something was not written. The message names it and both amounts, for whoever waits for it."""
+class WaitError(Exception):
+    """Something was not written or read, through no fault of its own. The message is for whoever waits for it."""
+
+    promise: str
+    """When it will be done."""
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether another try seems to be worth it by now."""
+        raise NotImplementedError
+
+    def as_of_now(self) -> WaitError:
+        """With what is to be said in this moment."""
+        return self
+
+
+class DiskFullError(WaitError):
+    """Something was not written. The message names it and both amounts."""
+
+    promise = "it is done when there is room"
 
     def __init__(self, disk: Disk, what: str, size: int) -> None:
         super().__init__(_said(f"{what} of {_shown(size)}" if size else what, size, disk.free_bytes))
@@ -73,11 +93,9 @@ class DiskFullError(Exception):
 
     @property
     def has_passed(self) -> bool:
-        """Whether there seems to be room by now."""
         return self._disk.fits(self._size)
 
     def as_of_now(self) -> DiskFullError:
-        """With the amounts of this moment."""
         return DiskFullError(self._disk, self._what, self._size)
 
 
@@ -92,12 +110,14 @@ def is_full(error: Exception) -> bool:
 
 
 class _Wait(NamedTuple):
-    error: DiskFullError
+    error: WaitError
     retry_at: float
 
 
 class WaitingForRoom:
-    """Models whose next operation does not fit on the disk. `tell` hears which, each with the reason for its client."""
+    """Models whose next operation does not fit on the disk, or needs files that are out of reach, and samplers of which
+    the latter is true. `tell` hears which, each with the reason for its client.
+    """
 
     def __init__(self, state: Path, tell: Callable[[Mapping[str, str]], None]) -> None:
         self._state = state
@@ -107,33 +127,34 @@ class WaitingForRoom:
         self._outage = Outage(log, over="There is room on the disk again")
         self._look_at = self._over_at = 0.0
 
-    def add(self, model_ids: Iterable[str], error: DiskFullError) -> None:
-        for model_id in model_ids:
-            self._waits[model_id] = _Wait(error, time.monotonic() + RETRY_SECONDS * error.has_passed)
+    def add(self, streams: Iterable[str], error: WaitError) -> None:
+        for stream in streams:
+            self._waits[stream] = _Wait(error, time.monotonic() + RETRY_SECONDS * error.has_passed)
         self._look_at = 0.0
         self.look()
 
     def look(self) -> Collection[str]:
-        """Lets those go on for which there is room by now, and gives back the others."""
+        """Lets those go on for which there is what they need by now, and gives back the others."""
         now = time.monotonic()
         if now < self._look_at:
             return self._waits.keys()
         self._look_at = now + LOOK_SECONDS
-        for model_id, wait in list(self._waits.items()):
+        for stream, wait in list(self._waits.items()):
             if now >= wait.retry_at and wait.error.has_passed:
-                del self._waits[model_id]
+                del self._waits[stream]
         self._say()
         return self._waits.keys()
 
     def _say(self) -> None:
-        errors = {model_id: wait.error.as_of_now() for model_id, wait in self._waits.items()}
-        reasons = {model_id: f"{error}; it is done when there is room" for model_id, error in errors.items()}
+        errors = {stream: wait.error.as_of_now() for stream, wait in self._waits.items()}
+        reasons = {stream: f"{error}; {error.promise}" for stream, error in errors.items()}
         if reasons != self._told:
             self._told = reasons
             self._tell(reasons)
         now = time.monotonic()
-        for model_id, error in errors.items():
-            self._outage.met(f"Work on {model_id} waits. Make room on the disk of {self._state}", error)
+        full = ((stream, error) for stream, error in errors.items() if isinstance(error, DiskFullError))
+        for stream, error in full:  # a storage that is away has said so already
+            self._outage.met(f"Work on {stream} waits. Make room on the disk of {self._state}", error)
             self._over_at = now + 2 * RETRY_SECONDS
             return
         if now >= self._over_at:  # the next try may find that it is not

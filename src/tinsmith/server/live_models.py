@@ -19,7 +19,7 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter
 from tinsmith.server.engine.damage import DamagedError
-from tinsmith.server.full_disk import Disk, DiskFullError
+from tinsmith.server.full_disk import Disk, WaitError
 from tinsmith.server.messages import Replay
 from tinsmith.server.outage import Outage
 from tinsmith.server.reasons import reason
@@ -44,7 +44,7 @@ REPLAYED_AT_ONCE = 50
 TELL_SECONDS = 1.0
 LOG_SECONDS = 10.0
 
-_CANNOT_WRITE = (OSError, SafetensorError, DiskFullError)
+_CANNOT_WRITE = (OSError, SafetensorError, WaitError)
 
 
 @dataclass
@@ -364,7 +364,7 @@ class LiveModels:
         """
         wanted = {self._model_of(job) for job in jobs}
         others = sorted(self._live.keys() - wanted, key=lambda model_id: self._live[model_id].used)
-        full: DiskFullError | None = None
+        full: WaitError | None = None
         for model_id in others:
             if self._fits(wanted):
                 return
@@ -375,15 +375,15 @@ class LiveModels:
     def _fits(self, wanted: set[str]) -> bool:
         return self._bytes_of(wanted | self._live.keys()) <= self._max_bytes
 
-    def _put_away_or_keep(self, model_id: str) -> DiskFullError | None:
-        """It stays if it cannot be written; gives back the error if the disk was full."""
+    def _put_away_or_keep(self, model_id: str) -> WaitError | None:
+        """It stays if it cannot be written; gives back the error if the disk was full or the storage away."""
         live = self._live[model_id]
         try:
             if live.is_changed:
                 self._write(model_id, live)
         except _CANNOT_WRITE as error:
             self._note_failure(model_id, live, error)
-            return error if isinstance(error, DiskFullError) else None
+            return error if isinstance(error, WaitError) else None
         self.drop(model_id)
         return None
 

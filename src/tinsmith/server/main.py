@@ -16,14 +16,13 @@ from types import FrameType
 from tinsmith._version import __version__
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
-from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import DATABASE_FILE, ServerConfig
+from tinsmith.server.full_disk import WaitError
 from tinsmith.server.memory import collect_seldom
 from tinsmith.server.models import ModelFacts, describe
 from tinsmith.server.serve import ApiServer, allow_many_connections, listen
-from tinsmith.server.snapshots import SnapshotFolders
-from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.state_locks import check_database, sole_use
+from tinsmith.server.storage import check_storage, move_in, open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.supervise import WorkerProcesses
@@ -47,9 +46,7 @@ def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
 def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None]) -> None:
     allow_many_connections()
     models, missing = _described(config, store)
-    CheckpointFolders(config.checkpoints).tidy()
-    SpilledWeights(config.samplers).tidy()
-    SnapshotFolders(config.snapshots).tidy(store.models.snapshots())
+    _tidy_files(config, store)
     _log_start(config, [*models])
     workers = WorkerProcesses(config, {name: facts.folder for name, facts in models.items()}, store, missing)
     server = ApiServer(create_app(config, store, models, workers))
@@ -61,16 +58,33 @@ def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None]) 
     log.info("Stopped.")
 
 
+def _tidy_files(config: ServerConfig, store: Store) -> None:
+    """Refuses a storage that is out of reach, or another's."""
+    check_storage(config.state, config.storage)
+    storage = open_storage(config.state, config.storage, config.cache_bytes)
+    if storage.objects is not None:
+        storage.objects.claim(store.identity.database_id())
+    try:
+        storage.checkpoints.tidy()
+        storage.spilled.tidy()
+        if storage.objects is not None:
+            move_in(config.state, storage)
+        storage.snapshots.tidy(store.models.snapshots())
+    except WaitError as error:
+        raise ConfigError(f"The server cannot start now: {error}. Start it again when that is over.") from error
+
+
 def _log_start(config: ServerConfig, models: Sequence[str]) -> None:
     kept = "no limit to" if config.max_checkpoint_bytes is None else f"{config.max_checkpoint_bytes:,} bytes of"
     log.info(
-        "Tinsmith %s starts on %s, port %d, with its state in %s%s. Limits for each owner: %s models, %s checkpoints, "
-        "%s operations that wait with %s bytes, %s open requests.",
+        "Tinsmith %s starts on %s, port %d, with its state in %s%s%s. Limits for each owner: %s models, %s "
+        "checkpoints, %s operations that wait with %s bytes, %s open requests.",
         __version__,
         config.host,
         config.port,
         config.state,
         " and in a database elsewhere" if config.database else "",
+        f", its files in {config.storage}" if config.storage else "",
         f"{config.max_models:,}",
         kept,
         f"{config.max_queued_requests:,}",

@@ -17,6 +17,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     database: str
     state: str
+    storage: str = ""
+    cache_bytes: int = 0
     device: str = "auto"
     dtype: str = "auto"
     deterministic: bool = False
@@ -85,7 +87,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     held_up: str = ""
     """Why no work is being done at the moment, though nothing is wrong with the worker."""
     no_room: dict[str, str] | None = None
-    """The models that wait until there is room on the disk, each with the reason; others go on."""
+    """The models and samplers that wait for room on the disk or for their files, with the reason; others go on."""
     failed: str = ""
     """Why the model cannot be loaded."""
     drawn: tuple[Drawn, ...] = ()

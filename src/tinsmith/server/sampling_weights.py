@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable
 from safetensors import SafetensorError
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.checkpoints import Folders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
+from tinsmith.server.full_disk import WaitError
 from tinsmith.server.snapshots import LostError
-from tinsmith.server.spilled import SpilledWeights
+from tinsmith.server.spilled import Spilled
 from tinsmith.server.store.records import Sampler
 
 log = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ MAX_NEWEST = 8
 
 
 class SamplingWeights:
-    def __init__(self, engine: Engine, folders: CheckpointFolders, spilled: SpilledWeights) -> None:
+    def __init__(self, engine: Engine, folders: Folders, spilled: Spilled) -> None:
         self._engine = engine
         self._folders = folders
         self._spilled = spilled
@@ -41,7 +42,7 @@ class SamplingWeights:
 
     def __contains__(self, sampler_id: str) -> bool:
         """Whether they are here, in memory or written down, and need not be read or made again."""
-        return sampler_id in self._frozen or self._spilled.path(sampler_id).exists()
+        return sampler_id in self._frozen or self._spilled.exists(sampler_id)
 
     def keep(self, sampler_id: str, frozen: FrozenAdapter) -> None:
         """Weights that exist nowhere else."""
@@ -68,11 +69,11 @@ class SamplingWeights:
         return known[1]
 
     def _find(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> None:
-        spilled = self._spilled.path(sampler.sampler_id)
         try:
             if sampler.model_path is not None:
                 self._add(sampler.sampler_id, self._from_checkpoint(sampler.model_path))
-            elif spilled.exists():
+            elif self._spilled.exists(sampler.sampler_id):
+                spilled = self._spilled.path(sampler.sampler_id)
                 self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
             else:
                 self.keep(sampler.sampler_id, rebuild(sampler).frozen_copy())
@@ -96,7 +97,7 @@ class SamplingWeights:
         for eldest in list(self._frozen)[: max(0, len(self._frozen) - MAX_IN_MEMORY)]:
             try:
                 self.save([eldest])
-            except (OSError, SafetensorError) as error:  # a full disk, say; then they all stay
+            except (OSError, SafetensorError, WaitError) as error:  # a full disk, say; then they all stay
                 log.error("The weights of %s stay in memory, as they cannot be written: %s", eldest, error)
                 return
             del self._frozen[eldest]

@@ -4,30 +4,26 @@
     <model>/weights/357-loaded/    the checkpoint that operation 357 has loaded, which its owner may change or delete
     .unknown/<model>/              one that the database did not know at a start, kept for a week
 
+With a storage elsewhere they lie there, laid out as checkpoints are there.
+
 The last two snapshots of a model are kept: the one before is read if the last is damaged, and what was done since is
 done once more. A checkpoint that was loaded in between is needed for that.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import shutil
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
 
 from tinsmith.errors import InvalidInputError
-from tinsmith.server.checkpoints import CheckpointFolders, link_or_copy
+from tinsmith.server.checkpoints import Folders, link_or_copy, run_folder
 from tinsmith.server.engine.damage import DamagedError, reading
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Snapshots
 
-log = logging.getLogger(__name__)
-
 _LOADED = "-loaded"
-_UNKNOWN = ".unknown"
 
 
 class LostError(InvalidInputError):
@@ -35,9 +31,8 @@ class LostError(InvalidInputError):
 
 
 class SnapshotFolders:
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._folders = CheckpointFolders(root)
+    def __init__(self, folders: Folders) -> None:
+        self._folders = folders
 
     def writing(self, model_id: str, seq_id: int) -> AbstractContextManager[Path]:
         """A folder for the files of a snapshot, which takes its place when the block ends well."""
@@ -70,14 +65,14 @@ class SnapshotFolders:
 
     def prune(self, model_id: str, kept: Snapshots) -> None:
         """Removes what is older than the snapshots that are kept and not needed beside them."""
-        for folder in self._folders.folder(_path(model_id, "0")).parent.glob("[0-9]*"):
-            seq_id = int(folder.name.removesuffix(_LOADED))
-            if seq_id <= (kept.last or 0) and not is_needed(folder.name, kept):
-                self._folders.delete(_path(model_id, folder.name))
+        for name in self._names(run_folder(model_id)):
+            seq_id = int(name.removesuffix(_LOADED))
+            if seq_id <= (kept.last or 0) and not is_needed(name, kept):
+                self._folders.delete(_path(model_id, name))
 
     def remove(self, model_id: str) -> None:
         """Everything of a model."""
-        shutil.rmtree(self._folders.folder(_path(model_id, "0")).parent.parent, ignore_errors=True)
+        self._folders.remove_run(run_folder(model_id))
 
     def tidy(self, known: Mapping[str, Snapshots]) -> None:
         """Removes what a killed process left and the store does not know. Called before anything is written.
@@ -85,28 +80,19 @@ class SnapshotFolders:
         Whole models are only set aside, in case that it is the store that is wrong.
         """
         self._folders.tidy()
-        models = {self._folders.folder(_path(model_id, "0")).parent.parent: kept for model_id, kept in known.items()}
-        for model in self._root.glob("[!.]*"):
-            if model not in models:
-                self._set_aside(model)
-        for model, kept in models.items():
-            for folder in model.glob("weights/*"):
-                if not is_needed(folder.name, kept):
-                    shutil.rmtree(folder)
+        runs, models = self._folders.runs(), {run_folder(model_id): model_id for model_id in known}
+        self._folders.set_aside(runs - models.keys())
+        for run in runs & models.keys():
+            for name in self._names(run):
+                if not is_needed(name, known[models[run]]):
+                    self._folders.delete(_path(models[run], name))
+
+    def _names(self, run: str) -> set[str]:
+        return {name for name in self._folders.names(run) if name[0].isdigit()}
 
     def remove_unknown(self, unknown_since: datetime) -> None:
         """What was set aside before that time."""
-        for model in (self._root / _UNKNOWN).glob("*"):
-            if model.stat().st_mtime < unknown_since.timestamp():
-                shutil.rmtree(model)
-
-    def _set_aside(self, model: Path) -> None:
-        aside = self._root / _UNKNOWN / model.name
-        aside.parent.mkdir(exist_ok=True)
-        shutil.rmtree(aside, ignore_errors=True)
-        os.utime(model)  # since when it is there
-        model.rename(aside)
-        log.warning("The database does not know the model of %s; it is set aside, in %s.", model.name, aside)
+        self._folders.remove_set_aside(unknown_since)
 
 
 def _existing(folder: Path, what: str) -> Path:

@@ -75,7 +75,7 @@ def check_database(state: Path, database_id: str | None) -> None:
     file = state / DATABASE_ID
     if not file.exists():
         if database_id is not None:
-            _write(file, database_id)
+            write_note(file, database_id)
     elif (expected := file.read_text().strip()) != database_id:
         raise ConfigError(
             f"The state folder {state} belongs to another database, that with the id {expected}. Start the server with "
@@ -84,7 +84,7 @@ def check_database(state: Path, database_id: str | None) -> None:
         )
 
 
-def _write(file: Path, text: str) -> None:
+def write_note(file: Path, text: str) -> None:
     """Whole or not at all, whatever happens."""
     unfinished = file.with_name(f".unfinished-{file.name}")
     with unfinished.open("w") as opened:

@@ -94,6 +94,8 @@ def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
         folder=str(folder),
         database=config.database_url,
         state=str(config.state),
+        storage=config.storage,
+        cache_bytes=config.cache_bytes,
         device=config.device,
         dtype=config.dtype,
         deterministic=config.deterministic,

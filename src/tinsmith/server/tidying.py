@@ -9,13 +9,12 @@ from concurrent.futures import Executor
 from datetime import datetime, timedelta
 from functools import partial
 
-from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.full_disk import WaitError
 from tinsmith.server.memory import collect
 from tinsmith.server.outage import Outage
 from tinsmith.server.recent import Recent
-from tinsmith.server.snapshots import SnapshotFolders
-from tinsmith.server.spilled import SpilledWeights
+from tinsmith.server.storage import Storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.store.records import Checkpoint, NewEvent, Sampler
@@ -26,6 +25,8 @@ log = logging.getLogger(__name__)
 ROUND_SECONDS = 60.0
 UNKNOWN_KEPT = timedelta(days=7)
 """Snapshots of a model that the database does not know."""
+SWEEP_PAUSE = timedelta(days=1)
+"""Between two looks at all that lies in a storage elsewhere."""
 
 
 class Tidying:
@@ -33,7 +34,7 @@ class Tidying:
         self,
         config: ServerConfig,
         store: Store,
-        folders: CheckpointFolders,
+        storage: Storage,
         waiting: Waiting,
         workers: Workers,
         samplers_in_use: Recent[tuple[str, str], Sampler],
@@ -41,14 +42,13 @@ class Tidying:
     ) -> None:
         self._config = config
         self._store = store
-        self._folders = folders
-        self._snapshots = SnapshotFolders(config.snapshots)
-        self._spilled = SpilledWeights(config.samplers)
+        self._storage = storage
+        self._folders, self._snapshots, self._spilled = storage.checkpoints, storage.snapshots, storage.spilled
         self._waiting = waiting
         self._workers = workers
         self._samplers_in_use = samplers_in_use
         self._now = now
-        self._last_round = self._listening_since = now()
+        self._last_round = self._listening_since = self._sweep_at = now()
         self._outage = Outage(log, over="What was kept long enough is removed again")
 
     async def run(self, threads: Executor) -> None:
@@ -60,6 +60,8 @@ class Tidying:
                 self._outage.is_over()
             except StoreUnavailableError as error:
                 self._outage.met("The database is out of reach or full, so nothing is tidied up", error)
+            except WaitError as error:
+                self._outage.met("Not all is tidied up", error)
             except Exception:
                 log.exception("could not tidy up")
             await asyncio.sleep(pause)
@@ -108,6 +110,9 @@ class Tidying:
             self._folders.delete(checkpoint.key.tinker_path, forget)
         self._remove_unused(now - timedelta(seconds=self._config.idle_seconds))
         self._store.audit.forget(now - timedelta(days=self._config.audit_days))
+        if now >= self._sweep_at:
+            self._storage.sweep()
+            self._sweep_at = now + SWEEP_PAUSE
 
     def _remove_unused(self, idle_since: datetime) -> None:
         for model_id in self._store.models.remove_idle(idle_since):

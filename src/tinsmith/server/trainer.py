@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.age import encrypt_files
-from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.checkpoints import Folders
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec, layout_of
 from tinsmith.server.engine.batch import TrainRow
@@ -22,7 +22,7 @@ from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.engine import free_memory as free_device_memory
 from tinsmith.server.engine.train import RowOutput
-from tinsmith.server.full_disk import Disk, DiskFullError, is_full
+from tinsmith.server.full_disk import Disk, DiskFullError, WaitError, is_full
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.logs import of_job
 from tinsmith.server.memory import available_memory
@@ -103,7 +103,7 @@ class Trainer:
         self,
         engine: Engine,
         store: Store,
-        folders: CheckpointFolders,
+        folders: Folders,
         snapshots: SnapshotFolders,
         weights: SamplingWeights,
         settings: WorkerSettings,
@@ -142,8 +142,8 @@ class Trainer:
     def run(self, jobs: Sequence[Job]) -> dict[str, Outcome]:
         """The outcome of every job of a batch: data jobs of any models, or one of another kind.
 
-        If the disk is full there is none, and the models are as they were. If the database is out of reach there is
-        none either, and they may be half changed.
+        If the disk is full, or the storage is out of reach, there is none, and the models are as they were. If the
+        database is out of reach there is none either, and they may be half changed.
         """
         self.live.make_room(jobs)
         try:
@@ -165,7 +165,7 @@ class Trainer:
             if job.kind == "load_weights":
                 self._drop_halves(job)
             return refused(job, error)
-        except (DiskFullError, StoreUnavailableError):  # not this job's fault: it is done when they are back
+        except (WaitError, StoreUnavailableError):  # not this job's fault: it is done when they are back
             raise
         except (OSError, SafetensorError) as error:
             self._drop_halves(job)
@@ -191,7 +191,7 @@ class Trainer:
                 ready.append(self._ready(job))
             except InvalidInputError as error:
                 outcomes[job.request_id] = refused(job, error)
-            except StoreUnavailableError:
+            except (WaitError, StoreUnavailableError):
                 raise
             except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
                 outcomes[job.request_id] = server_failure(job, error, self._engine)
@@ -378,6 +378,8 @@ class Trainer:
             return self._snapshots.keep_loaded(job.model_id or "", job.seq_id, self._folders.folder(path))
         except FileNotFoundError as error:
             raise InvalidInputError(f"{path} does not exist any more.", field="path", value=path) from error
+        except DamagedError as error:
+            raise _damaged(path, error) from error
 
     def _unload_model(self, job: Job) -> UnloadModelResponse:
         model_id = json.decode(UnloadModelRequest, job.payload).model_id
@@ -456,12 +458,16 @@ def _load(request: LoadWeightsRequest, folder: Path, adapter: Adapter) -> None:
     try:
         adapter_files.read_adapter(folder, adapter, with_optimizer=request.optimizer)
     except DamagedError as error:
-        raise InvalidInputError(
-            f"The files of {request.path} are damaged ({error}), so it was not loaded and nothing was changed. Load "
-            "another checkpoint, or ask who runs the server for a backup.",
-            field="path",
-            value=request.path,
-        ) from error
+        raise _damaged(request.path, error) from error
+
+
+def _damaged(path: str, error: DamagedError) -> InvalidInputError:
+    return InvalidInputError(
+        f"The files of {path} are damaged ({error}), so it was not loaded and nothing was changed. Load another "
+        "checkpoint, or ask who runs the server for a backup.",
+        field="path",
+        value=path,
+    )
 
 
 def refused(job: Job, error: InvalidInputError) -> Failed:

@@ -19,21 +19,20 @@ from uuid import uuid4
 from tinsmith.errors import InvalidInputError
 from tinsmith.server import audit
 from tinsmith.server.bell import Bell
-from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.checks import check_sampler
 from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.generate import SampleDone
 from tinsmith.server.engine.running import SampleWork
 from tinsmith.server.engine.stopping import Decode
-from tinsmith.server.full_disk import DiskFullError, WaitingForRoom, is_full
+from tinsmith.server.full_disk import WaitError, WaitingForRoom, is_full
 from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import Drawn, Replay, SampleJob, WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, schedule
 from tinsmith.server.shown import ShownSamples
-from tinsmith.server.snapshots import LostError, SnapshotFolders
-from tinsmith.server.spilled import SpilledWeights
+from tinsmith.server.snapshots import LostError
+from tinsmith.server.storage import open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Outcome, Sampler
 from tinsmith.server.suspects import epitaph, max_attempts, together
@@ -59,7 +58,8 @@ NEGLIGIBLE = 1e-6
 class Worker:
     """Hears of new jobs by `bell`, and lets those who wait know what is done by `tell_done`, and what is done again.
 
-    `tell_no_room` hears which models wait for room on the disk, and `tell_held_up` that all work waits for it.
+    `tell_no_room` hears which models and samplers wait for room on the disk, or for the storage of their files, and
+    `tell_held_up` that all work waits for room.
     `tell_drawn` hears tokens as they are drawn, where that was asked for.
 
     `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
@@ -87,9 +87,9 @@ class Worker:
         self._bell = bell
         self._tell_done = tell_done
         state = Path(settings.state)
-        folders = CheckpointFolders(state / "checkpoints")
-        self._weights = SamplingWeights(engine, folders, SpilledWeights(state / "samplers"))
-        snapshots = SnapshotFolders(state / "snapshots")
+        storage = open_storage(state, settings.storage, settings.cache_bytes)
+        folders, snapshots = storage.checkpoints, storage.snapshots
+        self._weights = SamplingWeights(engine, folders, storage.spilled)
         self._metrics = metrics or WorkerMetrics()
         self._tell_replay = tell_replay
         self._tell_held_up = tell_held_up
@@ -217,7 +217,7 @@ class Worker:
         started = time.perf_counter()
         try:
             outcomes = self._trainer.run(jobs)
-        except DiskFullError as error:
+        except WaitError as error:
             self._wait_for_room(jobs, error)
             return jobs[0].kind
         for job in jobs:
@@ -229,19 +229,23 @@ class Worker:
         self._may_claim = True  # the next jobs of these models
         return jobs[0].kind
 
-    def _wait_for_room(self, jobs: Sequence[Job], error: DiskFullError) -> None:
+    def _wait_for_room(self, jobs: Sequence[Job], error: WaitError) -> None:
         """Puts back all jobs of those models that cannot go on: where there is none in memory yet, those; or else all.
 
         The others of the batch were begun for nothing, and stay.
         """
         models = {job.model_id or "" for job in jobs}
         stopped = {model_id for model_id in models if model_id not in self._trainer.live} or models
-        begun = [job.request_id for job in jobs]
-        release = partial(self._store.jobs.release, self._base_model, self._name, begun, stopped)
-        self._tell_done(self._written(release))
-        self._begun.difference_update(begun)
+        self._put_back(jobs, [key for key, job in self._training.items() if job.model_id in stopped])
         self._training = {key: job for key, job in self._training.items() if job.model_id not in stopped}
         self._no_room.add(stopped, error)
+
+    def _put_back(self, begun: Sequence[Job], claimed: Collection[str]) -> None:
+        """What was claimed waits again in its place, and what was begun counts as not tried."""
+        tried = [job.request_id for job in begun]
+        release = partial(self._store.jobs.release, self._base_model, self._name, tried, claimed)
+        self._tell_done(self._written(release))
+        self._begun.difference_update(tried)
 
     # Sampling
 
@@ -256,6 +260,9 @@ class Worker:
             work = self._work(job)
         except InvalidInputError as error:
             self._complete({job.request_id: refused(job, error)})
+        except WaitError as error:
+            self._put_back([job], [job.request_id])
+            self._no_room.add([job.sampler_id or ""], error)
         except StoreUnavailableError:
             raise
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
@@ -271,8 +278,8 @@ class Worker:
         if sampler is None:
             raise InvalidInputError(f"There is no sampler {job.sampler_id!r}.", field="sampling_session_id")
         check_sampler(sampler)
-        if sampler.sampler_id not in self._weights:
-            self._check_source(sampler)
+        if sampler.model_path is not None and sampler.sampler_id not in self._weights:
+            self._check_source(sampler.model_path, sampler)
         return SampleWork(
             key=job.request_id,
             prompt=request.prompt.to_ints(),
@@ -300,14 +307,14 @@ class Worker:
         seq_id, adapter = self._trainer.live.newest(model)
         return self._weights.newest(model.model_id, seq_id, lambda: adapter().frozen_copy())
 
-    def _check_source(self, sampler: Sampler) -> None:
+    def _check_source(self, path: str, sampler: Sampler) -> None:
         """A sampler stands for the weights it was made from, not for what was saved under their name later."""
-        if sampler.model_path is None or sampler.saved_by is None:
+        if sampler.saved_by is None:
             return
-        checkpoint = self._store.checkpoints.get(CheckpointKey.of(sampler.model_path), sampler.owner)
+        checkpoint = self._store.checkpoints.get(CheckpointKey.of(path), sampler.owner)
         if checkpoint is not None and checkpoint.request_id != sampler.saved_by:
             raise InvalidInputError(
-                f"{sampler.model_path} was overwritten after this sampling client was made; make a new one.",
+                f"{path} was overwritten after this sampling client was made; make a new one.",
                 field="sampling_session_id",
             )
 

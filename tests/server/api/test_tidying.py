@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.api.running import RunningServer
+from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
 from tinsmith.server.tidying import Tidying
@@ -29,7 +30,7 @@ class Minutes:
         self.tidying = Tidying(
             services.config,
             services.store,
-            services.folders,
+            services.storage,
             services.waiting,
             services.workers,
             services.samplers_in_use,
@@ -177,7 +178,7 @@ def test_a_model_that_nobody_uses_is_given_up_a_week_after_its_session(
 ) -> None:
     model_id = running.model()
     saved = running.result(running.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "kept"}))
-    snapshots = SnapshotFolders(tmp_path / "snapshots")
+    snapshots = SnapshotFolders(CheckpointFolders(tmp_path / "snapshots"))
     with snapshots.writing(model_id, 0) as folder:
         (folder / "weights").write_bytes(b"weights")
     running.store.models.set_snapshot(model_id, 0)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from tinsmith.errors import APIStatusError, InvalidInputError, ResponseSummary, status_error_class
 from tinsmith.server.auth import Authority, Caller, Door
-from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.checkpoints import Folders
 from tinsmith.server.config import ServerConfig, is_loopback
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.quotas import Backlog, Conversions, Incoming, OpenRequests, Paperwork
@@ -24,6 +24,7 @@ from tinsmith.server.rates import Rates
 from tinsmith.server.reasons import limit_of
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes._intake import Intake
+from tinsmith.server.storage import Storage
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Enqueued, Heartbeat, Sampler, SessionState, Submission
 from tinsmith.server.store.records import Model as TrainedModel
@@ -104,7 +105,7 @@ class Services:
     authority: Authority
     door: Door
     waiting: Waiting
-    folders: CheckpointFolders
+    storage: Storage
     intake: Intake[Submission, Enqueued]
     heartbeats: Intake[Heartbeat, SessionState | None]
     open_requests: OpenRequests
@@ -121,6 +122,8 @@ class Services:
     storing: Executor
     submitting: Executor
     decoding: Executor
+    filing: Executor
+    """For what may have to fetch files from elsewhere first: nobody else waits for that."""
     models_in_use: Recent[tuple[str, str], TrainedModel]
     """By owner and id: every operation of a training loop asks for the same one."""
     samplers_in_use: Recent[tuple[str, str], Sampler]
@@ -128,6 +131,11 @@ class Services:
     streams: Streams
     places: Places
     rates: Rates
+
+    @property
+    def folders(self) -> Folders:
+        """Those of checkpoints."""
+        return self.storage.checkpoints
 
     def count_refusal(self, error: Exception) -> None:
         """If a limit was the reason."""
@@ -219,6 +227,11 @@ class Call:
         """Run a call of the store (or anything else that blocks) in a thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.services.storing, lambda: work(*args, **kwargs))
+
+    async def filed(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run what needs the files of checkpoints in a thread."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.services.filing, lambda: work(*args, **kwargs))
 
     async def decoded(self, decode: Callable[[bytes], T], body: bytes) -> T:
         return await self.worked(len(body), lambda: decode(body))

@@ -37,7 +37,7 @@ async def delete_checkpoint(call: Call) -> Response:
     """Delete a checkpoint and its files. Samplers made from it keep working as long as they are loaded."""
     key = key_in_path(call)
     forget = partial(call.store.checkpoints.delete, key, call.owner, audit.done(call, "checkpoint_delete", key))
-    if not await call.stored(call.services.folders.delete, key.tinker_path, forget):
+    if not await call.filed(call.services.folders.delete, key.tinker_path, forget):
         raise _missing(key)
     return nothing()
 
@@ -83,7 +83,7 @@ async def external_weights_urls(call: Call) -> Response:
     await checkpoint_at(call, key.tinker_path)
     if key.kind != "external_weights":
         raise refuse("checkpoint", f"{key.tinker_path} is not an export; make one with save_weights_external")
-    files = await call.stored(call.services.folders.files, key.tinker_path)
+    files = await call.filed(call.services.folders.files, key.tinker_path)
     expires = expiry_of_urls(call)
     call.services.paperwork.charge(call.owner, 0)
     urls = {file: signed_url(call, _file_path(key, file), expires) for file in files}
@@ -118,7 +118,7 @@ async def download(call: Call) -> Response:
 
 
 async def _file(call: Call, key: CheckpointKey, name: str) -> Response:
-    files = await call.stored(call.services.folders.files, key.tinker_path)
+    files = await call.filed(call.services.folders.files, key.tinker_path)
     if name not in files:
         raise _missing(key)
     if (asked := call.request.headers.get("range")) is not None:
@@ -139,7 +139,7 @@ def _check_range(asked: str, size: int) -> None:
 async def _archive(call: Call, key: CheckpointKey) -> Response:
     """With its length: a download without one can neither show progress nor be checked."""
     try:
-        archive = await call.stored(call.services.folders.archive, key.tinker_path)
+        archive = await call.filed(call.services.folders.archive, key.tinker_path)
     except FileNotFoundError:  # deleted in this moment
         raise _missing(key) from None
     length = {"content-length": str(archive.size_bytes)}

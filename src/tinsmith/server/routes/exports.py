@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 
@@ -43,7 +42,7 @@ async def export_checkpoint(call: Call) -> Response:
         held.enter_context(call.services.open_requests.one_more(call.owner))
         conversion = held.enter_context(ExitStack())
         conversion.enter_context(call.services.conversions.one_more(call.owner))
-        archive = await asyncio.to_thread(_archive, call, checkpoint, form)
+        archive = await call.filed(_archive, call, checkpoint, form)
         await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", checkpoint.key, to=form))
         length = {"content-length": str(archive.size_bytes)}
         answer = StreamingResponse(_blocks(archive, conversion), headers=length, media_type=tar.CONTENT_TYPE)
@@ -58,8 +57,8 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     facts = models.get(checkpoint.base_model) if form == PEFT else check_base_of(checkpoint, models)
     data_note = call.request.query_params.get("data_note", "")
     story = Story(checkpoint.base_model, path, data_note, facts is not None and is_unpacked(facts.folder))
-    folder = call.services.folders.folder(path)
     try:
+        folder = call.services.folders.folder(path)
         check_sound(folder)
         base = None if form == PEFT or facts is None else BaseModel(facts.folder, facts.name)
         files = export_files(form, Adapter(folder), base, story)

@@ -46,10 +46,10 @@ async def import_weights(call: Call) -> Response:
 async def _import(call: Call, facts: ModelFacts, key: CheckpointKey) -> None:
     base = await asyncio.to_thread(BaseModel, facts.folder, facts.name)
     folders = call.services.folders
-    scratch = await call.stored(folders.make_scratch, key.tinker_path)
+    scratch = await call.filed(folders.make_scratch, key.tinker_path)
     try:
         await receive_files(call, scratch, (CONFIG, WEIGHTS), largest_bytes(base))
-        await asyncio.to_thread(_adopt, call, scratch, base, facts, key)
+        await call.filed(_adopt, call, scratch, base, facts, key)
     finally:
         await asyncio.to_thread(folders.remove_scratch, scratch)
 

@@ -100,6 +100,8 @@ async def readyz(call: Call) -> Response:
     reasons = list(filter(None, (_why_not(call.services.workers, name) for name in call.services.models)))
     if not Disk(call.services.config.state).fits(0):
         reasons.append("The server's disk is full; make room on it.")
+    if call.services.storage.is_away:
+        reasons.append("The storage of the server's files is out of reach.")
     if reasons:
         raise status_error(503, " ".join(reasons))
     return reply_plain({"status": "ready"})

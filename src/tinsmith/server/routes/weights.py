@@ -208,7 +208,7 @@ async def copy_weights(call: Call) -> Response:
     if await find_checkpoint(call, key) is None:
         await check_disk(call)
         call.services.paperwork.charge(call.owner, 0)
-        await call.stored(_copy, call, source, run, key, ttl_seconds)
+        await call.filed(_copy, call, source, run, key, ttl_seconds)
     return reply(CopyWeightsResponse(tinker_path=key.tinker_path))
 
 

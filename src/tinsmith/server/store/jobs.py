@@ -194,8 +194,8 @@ class Jobs:
         """Take up to so many jobs of each kind that may run, marked as running for this worker.
 
         No more are taken once their payloads have so many bytes; the last one may be larger than what was left, as
-        otherwise one that is larger than the whole would never run. None are taken of the models `without` which we
-        work for now.
+        otherwise one that is larger than the whole would never run. None are taken of the models and samplers `without`
+        which we work for now.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
         and within an owner the streams take turns. One worker at a time claims for a base model.
@@ -208,7 +208,7 @@ class Jobs:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
-            pick = _PICK if not without else _PICK.where(sa.func.coalesce(jobs.c.model_id, "").not_in(without))
+            pick = _PICK if not without else _PICK.where(jobs.c.stream.not_in(without))
             claims = (self._claim(connection, base_model, worker, lane, *room, pick) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
@@ -304,15 +304,15 @@ class Jobs:
         self._database.write(lambda connection: connection.execute(_BEGIN, values), durable=False)
 
     def release(
-        self, base_model: str, worker: str, begun: Collection[str], models: Collection[str] | None = None
+        self, base_model: str, worker: str, begun: Collection[str], requests: Collection[str] | None = None
     ) -> list[str]:
-        """Put back what a worker had claimed, of all models or of these; a try that it had begun does not count.
+        """Put back what a worker had claimed, all of it or these; a try that it had begun does not count.
 
         Gives back the jobs that are over instead, because nobody wants them any more.
         """
         mine = sa.and_(_RUNNING, jobs.c.base_model == base_model, jobs.c.worker == worker)
-        if models is not None:
-            mine = sa.and_(mine, jobs.c.model_id.in_(models))
+        if requests is not None:
+            mine = sa.and_(mine, jobs.c.request_id.in_(requests))
 
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(_BEGIN, {"begun": list(begun), "by": worker, "more": -1})
