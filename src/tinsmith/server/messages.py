@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -29,6 +30,27 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
     last_status: int | None = None
     """How the worker before this one ended; below zero, by which signal."""
+
+
+class MemberSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The only line that a member of a training group reads."""
+
+    base_model: str
+    folder: str
+    device: str
+    dtype: str
+    deterministic: bool = False
+    train_token_budget: int | None = None
+    rank: int
+    size: int
+    host: str
+    port: int
+    """Where the leader is met."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    num_threads: int = 1
+    start_seconds: float = 600
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
 
 
 class Figure(msgspec.Struct, frozen=True, array_like=True):
