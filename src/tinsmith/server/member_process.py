@@ -12,11 +12,10 @@ import sys
 from functools import partial
 
 import msgspec
-import torch
 
 from tinsmith.server import logs
-from tinsmith.server.engine.channels import Channel, Group, LostPeerError, meeting_point
-from tinsmith.server.engine.engine import Engine
+from tinsmith.server.engine.channels import Channel, Group, LostPeerError, find_meeting
+from tinsmith.server.engine.engine import Engine, choose_threads
 from tinsmith.server.engine.group_member import serve
 from tinsmith.server.messages import MemberSettings
 from tinsmith.server.soundness import check_engine, try_engine
@@ -40,8 +39,7 @@ def main() -> None:
 
 
 def run(settings: MemberSettings) -> None:
-    meeting = meeting_point(settings.host, settings.port, is_leader=False, seconds=settings.start_seconds)
-    torch.set_num_threads(settings.num_threads)
+    meeting = find_meeting(settings.meeting_host, settings.meeting_port, seconds=settings.start_seconds)
     engine = Engine.open(
         settings.folder,
         device=settings.device,
@@ -49,8 +47,11 @@ def run(settings: MemberSettings) -> None:
         train_token_budget=settings.train_token_budget,
         deterministic=settings.deterministic,
     )
+    choose_threads(engine.model, settings.size)
     try_engine(engine)
-    group = Group(meeting, settings.rank, settings.size, settings.backend, seconds=settings.start_seconds)
+    group = Group(
+        meeting, settings.rank, settings.size, settings.host, settings.backend, seconds=settings.start_seconds
+    )
     serve(engine, Channel(group, LEADER), partial(check_engine, engine))
 
 

@@ -23,6 +23,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     kv_tokens: int | None = None
     train_token_budget: int | None = None
+    train_workers: int = 1
+    """Processes that train together, this one included."""
     stall_seconds: float = 3600
     replay_bound_seconds: float = 60
     max_checkpoint_bytes: int | None = None
@@ -44,10 +46,10 @@ class MemberSettings(msgspec.Struct, frozen=True, kw_only=True):
     rank: int
     size: int
     host: str
-    port: int
-    """Where the leader is met."""
+    """The address at which the others find this member."""
+    meeting_host: str
+    meeting_port: int
     backend: Literal["gloo", "nccl"] = "gloo"
-    num_threads: int = 1
     start_seconds: float = 600
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.server.engine.faulty_member import live
-from tinsmith.server.engine.channels import Channel, Group, meeting_point
+from tinsmith.server.engine.channels import Channel, Group, open_meeting
 from tinsmith.server.engine.group import GroupEngine
 from tinsmith.server.messages import MemberSettings
 
@@ -32,13 +32,12 @@ def group_of(
     size: int, folder: Path, *, budget: int = 64, seconds: float = 60, folder_of_members: Path | None = None
 ) -> Iterator[Started]:
     """`seconds` is how long a member may be silent."""
-    meeting = meeting_point(HOST, 0, is_leader=True, seconds=START_SECONDS)
+    meeting = open_meeting(HOST, seconds=START_SECONDS)
     with ExitStack() as stack:
         settings = [_settings(rank, size, meeting.port, folder_of_members or folder, budget) for rank in range(1, size)]
         members = [_started(stack, each) for each in settings]
         engine = GroupEngine.open(folder, "cpu", "float32", train_token_budget=budget)
-        assert isinstance(engine, GroupEngine)
-        group = Group(meeting, 0, size, seconds=START_SECONDS)
+        group = Group(meeting, 0, size, HOST, seconds=START_SECONDS)
         engine.lead([Channel(group, rank, seconds=seconds) for rank in range(1, size)])
         yield Started(engine, members)
 
@@ -53,7 +52,8 @@ def _settings(rank: int, size: int, port: int, folder: Path, budget: int) -> Mem
         rank=rank,
         size=size,
         host=HOST,
-        port=port,
+        meeting_host=HOST,
+        meeting_port=port,
         start_seconds=START_SECONDS,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -230,6 +231,18 @@ def test_a_lost_member_is_named_and_leaves_every_gradient_as_it_was(
             with pytest.raises(LostPeerError, match=f"Rank 2 .*{why}"):
                 group.engine.forward_backward(again)
         assert torch.equal(adapter.gradient, before)
+
+
+def test_a_group_listens_at_its_own_address_alone(pair: Started) -> None:
+    """Torch would listen to every network of the machine."""
+    assert {address.rpartition(":")[0] for address in listening_addresses()} == {"0100007F"}
+
+
+def listening_addresses() -> set[str]:
+    """Those of this process, as the system writes them: in hexadecimal digits, with the port."""
+    own = {os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own}
 
 
 def test_members_with_another_base_model_are_refused(tiny_folder: Path, tmp_path: Path) -> None:

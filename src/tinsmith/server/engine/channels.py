@@ -1,9 +1,11 @@
 """The ways between the processes of a training group: messages and tensors, each wait with an end.
 
-    Group      what the processes of a group have in common, once all of them are there
-    Channel    from this process to another one and back
+    open_meeting, find_meeting    where the processes of a group find each other
+    Group                         what they have in common, once all of them are there
+    Channel                       from this process to another one and back
 
-The processes trust each other: whoever can reach the meeting point can join.
+The processes trust each other, and whoever can reach the addresses that they listen at could join: those of one machine
+for a group on one machine, those of a network of its own for others.
 
 Messages and tensors on the host go through gloo. Tensors of a GPU go through NCCL where the group has it, and otherwise
 through the host. Receivers know what comes next: of a tensor they were told in a message before it.
@@ -11,6 +13,7 @@ through the host. Receivers know what comes next: of a tensor they were told in 
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +22,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from tinsmith.errors import ConfigError
+from tinsmith.server.engine.engine import choose_device
 
 Backend = Literal["gloo", "nccl"]
 
@@ -36,18 +42,53 @@ class LostPeerError(RuntimeError):
         self.rank = rank
 
 
-def meeting_point(host: str, port: int, *, is_leader: bool, seconds: float) -> Any:
-    """The store in which the processes of a group find each other; that of the leader listens, at any port if 0."""
-    return dist.TCPStore(host, port, is_master=is_leader, wait_for_workers=False, timeout=timedelta(seconds=seconds))
+def choose_backend(device: str, size: int) -> Backend:
+    """For a group on this machine, in which each process has a GPU of its own, if it has one at all."""
+    if choose_device(device).type != "cuda":
+        return "gloo"
+    if torch.cuda.device_count() < size:
+        raise ConfigError(
+            f"A training group of {size} processes needs as many GPUs, and torch finds {torch.cuda.device_count()}; "
+            "start it with fewer --train-workers, or with --device cpu."
+        )
+    return "nccl"
+
+
+def open_meeting(host: str, *, seconds: float) -> Any:
+    """The store in which the processes of a group find each other, held by the leader; its `port` is any free one."""
+    # Left to itself, the store would listen to all networks of this machine.
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        master_listen_fd=listener.detach(),
+    )
+
+
+def find_meeting(host: str, port: int, *, seconds: float) -> Any:
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
 class Group:
-    def __init__(self, meeting: Any, rank: int, size: int, backend: Backend = "gloo", *, seconds: float) -> None:
-        """Returns when all are there; `seconds` is how long that may take, the loading of models included."""
-        timeout = timedelta(seconds=seconds)
-        self._by_device = {"cpu": dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, size, timeout)}
+    def __init__(
+        self, meeting: Any, rank: int, size: int, host: str, backend: Backend = "gloo", *, seconds: float
+    ) -> None:
+        """Returns when all are there; `seconds` is how long that may take, the loading of models included.
+
+        `host` is the address at which the others find this process.
+        """
+        on_host = dist.ProcessGroupGloo._Options()
+        on_host._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        on_host._timeout = timedelta(seconds=seconds)
+        self._by_device = {"cpu": dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, size, on_host)}
         if backend == "nccl":
-            self._by_device["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", meeting), rank, size, timeout)
+            on_gpus = dist.ProcessGroupNCCL.Options()
+            on_gpus._timeout = timedelta(seconds=seconds)
+            self._by_device["cuda"] = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", meeting), rank, size, on_gpus)
 
     def carries(self, tensor: Tensor) -> bool:
         """Whether it can travel as it is."""

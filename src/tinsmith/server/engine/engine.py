@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class Engine:
         train_token_budget: int | None = None,
         kv_tokens: int | None = None,
         deterministic: bool = False,
-    ) -> Engine:
+    ) -> Self:
         place = choose_device(device)
         model = load_model(Path(folder), place, choose_dtype(dtype, place), deterministic=deterministic)
         if deterministic:
@@ -285,8 +285,12 @@ def check_deterministic(model: Transformer) -> None:
         )
 
 
-def choose_threads(model: Transformer) -> None:
-    """One thread where products are over before a second one has woken up; otherwise as many as torch takes."""
+def choose_threads(model: Transformer, num_processes: int = 1) -> None:
+    """One thread where products are over before a second one has woken up; otherwise as many as torch takes.
+
+    Several processes that work together divide those: more threads than cores would wait for each other.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
     layer = model.layers[0]
     largest = max(matrix.shape.numel() for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down, model.head))
     if model.device.type == "cpu" and largest < _WORTH_A_THREAD:
