@@ -5,20 +5,21 @@ The leader is an engine like any other: adapters, optimizer steps, snapshots and
 zero; the leader adds them to its own in the order of their ranks, so that a batch gives the same sum every time. They
 keep nothing that cannot be sent again: a batch that failed, for whatever reason, leaves no trace.
 
-A member that is lost takes the group with it: every later batch fails at once, and whoever placed the processes
-starts them again.
+A member that is lost takes the group with it, and so does whatever else breaks off the talk with one: every later batch
+fails at once, and whoever placed the processes starts them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.engine.attention import PackedCausal
 from tinsmith.server.engine.batch import Example
-from tinsmith.server.engine.channels import Channel, LostPeerError
+from tinsmith.server.engine.channels import Channel
 from tinsmith.server.engine.engine import Engine, SavedGradients
 from tinsmith.server.engine.group_messages import (
     Answer,
@@ -44,11 +45,18 @@ class MemberError(RuntimeError):
     """A member met an error on its share; the group can be used again."""
 
 
+class BrokenGroupError(RuntimeError):
+    """An earlier batch was broken off, so that nobody knows what members will say next."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(f"The training group has to be started again, since it was left in a batch: {cause}")
+
+
 class GroupEngine(Engine):
     """The engine of the leader. Without members it is an ordinary one."""
 
     _members: Sequence[_Member] = ()
-    _lost: LostPeerError | None = None
+    _broken_by: BaseException | None = None
 
     def lead(self, channels: Sequence[Channel]) -> None:
         """Take on members, given in the order of their ranks; all must have the same base model as we have."""
@@ -68,20 +76,14 @@ class GroupEngine(Engine):
         return self.train_token_budget * (1 + len(self._members))
 
     def compute(self, examples: Sequence[Example], before: SavedGradients) -> dict[int, RowOutput]:
-        if self._lost is not None:
-            raise self._lost
-        try:
-            return self._compute_together(examples, before)
-        except LostPeerError as lost:
-            self._lost = lost
-            raise
-
-    def _compute_together(self, examples: Sequence[Example], before: SavedGradients) -> dict[int, RowOutput]:
+        if self._broken_by is not None:
+            raise BrokenGroupError(self._broken_by) from self._broken_by
         places = balanced([len(example.tokens) for example in examples], 1 + len(self._members))
         own, *shares = [[examples[place] for place in share] for share in places]
         asked = [(member, share) for member, share in zip(self._members, shares, strict=True) if share]
-        for member, share in asked:
-            member.ask(share)
+        with self._not_to_be_broken_off():
+            for member, share in asked:
+                member.ask(share)
         try:
             outputs = super().compute(own, before)
         except BaseException:
@@ -95,7 +97,16 @@ class GroupEngine(Engine):
 
     def _answers(self, asked: Sequence[tuple[_Member, Sequence[Example]]]) -> list[Answer]:
         """All of them, bad or good, and the gradients that come with them."""
-        return [member.answer(share, self.on_progress) for member, share in asked]
+        with self._not_to_be_broken_off():
+            return [member.answer(share, self.on_progress) for member, share in asked]
+
+    @contextmanager
+    def _not_to_be_broken_off(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._broken_by = error
+            raise
 
 
 class _Member:
