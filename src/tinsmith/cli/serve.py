@@ -124,6 +124,14 @@ from tinsmith.cli.output import emit
     help="The precision of the base models.",
 )
 @click.option(
+    "--train-workers",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="NUMBER",
+    help="Processes that share the training of each model; on GPUs, each has one of its own.",
+)
+@click.option(
     "--deterministic",
     is_flag=True,
     help="On a GPU: a result is the same to the last bit in any batch, in training and sampling alike; slower.",
@@ -170,6 +178,7 @@ def command(
     max_open_requests: int,
     device: str,
     dtype: str,
+    train_workers: int,
     deterministic: bool,
     log_format: str,
     log_level: str,
@@ -208,6 +217,7 @@ def command(
             max_open_requests=max_open_requests,
             device=device,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
+            train_workers=train_workers,
             deterministic=deterministic,
             log_format=log_format,  # type: ignore[arg-type]
             log_level=log_level,  # type: ignore[arg-type]

@@ -60,6 +60,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     train_token_budget: int | None = None
     """Tokens of one training micro-batch; `None` means as many as fit."""
 
+    train_workers: int = 1
+    """Processes that share the training of each model, all on this machine."""
+
     stall_seconds: int = 3600
     """How long one step of an engine may take, a micro-batch at the most, before its worker is started anew."""
 

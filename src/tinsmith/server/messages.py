@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: bool = False
     kv_tokens: int | None = None
     train_token_budget: int | None = None
+    train_workers: int = 1
+    """Processes that train together, this one included."""
     stall_seconds: float = 3600
     replay_bound_seconds: float = 60
     max_checkpoint_bytes: int | None = None
@@ -31,6 +34,27 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
     last_status: int | None = None
     """How the worker before this one ended; below zero, by which signal."""
+
+
+class MemberSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The only line that a member of a training group reads."""
+
+    base_model: str
+    folder: str
+    device: str
+    dtype: str
+    deterministic: bool = False
+    train_token_budget: int | None = None
+    rank: int
+    size: int
+    host: str
+    """The address at which the others find this member."""
+    meeting_host: str
+    meeting_port: int
+    backend: Literal["gloo", "nccl"] = "gloo"
+    start_seconds: float = 600
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
 
 
 class Figure(msgspec.Struct, frozen=True, array_like=True):

@@ -211,7 +211,7 @@ class Worker:
             )
             for job in together(self._training.values())
         ]
-        batch = schedule(waiting, Served(self._by_owner, self._by_model), self._engine.train_token_budget)
+        batch = schedule(waiting, Served(self._by_owner, self._by_model), self._engine.batch_token_budget)
         jobs = self._trainer.live.that_fit([self._training[job.request_id] for job in batch])
         self._begin(jobs)
         started = time.perf_counter()

@@ -17,6 +17,7 @@ import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -24,17 +25,21 @@ from tinsmith.errors import ConfigError
 from tinsmith.server import logs
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine, choose_threads
+from tinsmith.server.engine.group import GroupEngine
 from tinsmith.server.full_disk import is_full
+from tinsmith.server.members import Members
 from tinsmith.server.messages import Drawn, Figure, Message, Replay, WorkerSettings
 from tinsmith.server.outage import Outage
 from tinsmith.server.soundness import try_engine
 from tinsmith.server.state_locks import hold_as_worker
 from tinsmith.server.store import Store, StoreUnavailableError
-from tinsmith.server.suspects import HELD_UP
+from tinsmith.server.suspects import HELD_UP, ending
 from tinsmith.server.worker import LOOK_AGAIN_SECONDS, Worker
 from tinsmith.server.worker_metrics import WorkerMetrics
 
 log = logging.getLogger("tinsmith.server.worker_process")  # which has another name when it is started
+
+E = TypeVar("E", bound=Engine)
 
 _INPUT = 0
 _HELD_UP = {
@@ -57,7 +62,12 @@ def main() -> None:
 
 def run(settings: WorkerSettings, store: Store) -> None:
     """One worker after another, as often as database or disk hold one up: the base model stays loaded meanwhile."""
-    engine, bell = _opened_engine(settings), Bell(_INPUT)
+    with _opened_engine(settings) as engine:
+        _work(settings, store, engine)
+
+
+def _work(settings: WorkerSettings, store: Store, engine: Engine) -> None:
+    bell = Bell(_INPUT)
     metrics, outage = WorkerMetrics(_tell_figures, engine.usage()), Outage(log)
 
     def tell_done(request_ids: Sequence[str]) -> None:
@@ -154,10 +164,33 @@ def _opened_store(url: str) -> Store:
                 raise
 
 
-def _opened_engine(settings: WorkerSettings) -> Engine:
-    """The engine, after a first try: weights that do not fit their config.json show only when they are used."""
-    try:
-        engine = Engine.open(
+@contextmanager
+def _opened_engine(settings: WorkerSettings) -> Iterator[Engine]:
+    """The engine, with those that share its training."""
+    if settings.train_workers == 1:
+        yield _tried_engine(settings, Engine)
+        return
+    with _telling_why_not():
+        members = Members(settings, _end_like)
+    engine = _tried_engine(settings, GroupEngine)
+    with _telling_why_not():
+        members.meet(engine)
+    yield engine
+    members.dismiss(engine)
+
+
+def _end_like(rank: int, status: int) -> None:
+    """What a member died of, we die of, too: it was in the middle of our work, and the server judges by the ending."""
+    log.error("Rank %d of the training group is gone: its process ended %s.", rank, ending(status))
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(max(1, status))
+
+
+def _tried_engine(settings: WorkerSettings, kind: type[E]) -> E:
+    """An engine after a first try: weights that do not fit their config.json show only when they are used."""
+    with _telling_why_not():
+        engine = kind.open(
             settings.folder,
             device=settings.device,
             dtype=settings.dtype,
@@ -165,8 +198,15 @@ def _opened_engine(settings: WorkerSettings) -> Engine:
             kv_tokens=settings.kv_tokens,
             deterministic=settings.deterministic,
         )
-        choose_threads(engine.model)
+        choose_threads(engine.model, settings.train_workers)
         try_engine(engine)
+        return engine
+
+
+@contextmanager
+def _telling_why_not() -> Iterator[None]:
+    try:
+        yield
     except ConfigError as error:
         _tell(Message(failed=str(error), is_final=True))
         sys.exit(1)
@@ -174,7 +214,6 @@ def _opened_engine(settings: WorkerSettings) -> Engine:
         reason = f"{type(error).__name__}: {error}"
         _tell(Message(failed=f"{reason}. If memory is not short, its files do not fit: fetch the model again"))
         raise
-    return engine
 
 
 def _first_line() -> bytes:

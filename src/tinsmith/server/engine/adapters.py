@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -28,6 +30,8 @@ MAX_RANK = 256
 
 # Views begin at multiples of this many elements: vector units and tensor cores want aligned matrices.
 _ALIGNMENT = 64
+
+_VERSIONS = count(1)
 
 
 @dataclass(frozen=True)
@@ -162,12 +166,21 @@ class Adapter:
         self.gradient = torch.zeros_like(weights)
         self.has_gradient = False
         """Whether anything was accumulated since the last step."""
-        self.exp_avg = torch.zeros_like(weights)
-        self.exp_avg_sq = torch.zeros_like(weights)
         self.step = 0
+        self.version = next(_VERSIONS)
+        """A number that no other weights of this process have or had."""
         # In float32 the products read the weights themselves.
         self._compute = weights if compute_dtype == weights.dtype else weights.to(compute_dtype)
         self.sites: Mapping[str, Site] = layout.sites(self._compute, spec.scale, self.gradient)
+
+    # Whoever only helps with the gradient never makes a step, and needs no moments.
+    @cached_property
+    def exp_avg(self) -> Tensor:
+        return torch.zeros_like(self.weights)
+
+    @cached_property
+    def exp_avg_sq(self) -> Tensor:
+        return torch.zeros_like(self.weights)
 
     @classmethod
     def create(
@@ -195,7 +208,8 @@ class Adapter:
         return FrozenAdapter(self.layout, self._compute.clone(), self.spec)
 
     def weights_changed(self) -> None:
-        """To be called by whoever wrote to `weights`: the products read them from a copy of another dtype."""
+        """To be called by whoever wrote to `weights`: the products read them from a copy, also in other processes."""
+        self.version = next(_VERSIONS)
         if self._compute is not self.weights:
             self._compute.copy_(self.weights)
 

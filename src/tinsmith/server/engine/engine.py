@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ class Engine:
         self.on_progress: Callable[[], None] = lambda: None
         """Called before every micro-batch."""
         self._kv_tokens = kv_tokens or automatic_kv_tokens(model)
-        self._num_batches = self._num_rows = self._num_tokens = 0
+        self.num_micro_batches = self._num_rows = self._num_tokens = 0
 
     @classmethod
     def open(
@@ -87,7 +87,7 @@ class Engine:
         train_token_budget: int | None = None,
         kv_tokens: int | None = None,
         deterministic: bool = False,
-    ) -> Engine:
+    ) -> Self:
         place = choose_device(device)
         model = load_model(Path(folder), place, choose_dtype(dtype, place), deterministic=deterministic)
         if deterministic:
@@ -98,6 +98,11 @@ class Engine:
     def generator(self) -> Generator:
         return Generator(self.model, self._kv_tokens, self.end_of_text)
 
+    @property
+    def batch_token_budget(self) -> int:
+        """Tokens that are worth training on in one call: with fewer, something would have nothing to do."""
+        return self.train_token_budget
+
     def create_adapter(self, spec: AdapterSpec) -> Adapter:
         return Adapter.create(self.model.shape, spec, self.model.device, self.model.compute_dtype)
 
@@ -107,7 +112,7 @@ class Engine:
             self.train_token_budget,
             generator.blocks.num_blocks,
             generator.blocks.num_blocks - generator.blocks.num_available,
-            self._num_batches,
+            self.num_micro_batches,
             self._num_rows,
             self._num_tokens,
             generator.num_prefilled_tokens,
@@ -127,11 +132,12 @@ class Engine:
         anything else goes wrong, the error is raised and every gradient is as it was before.
         """
         examples, errors = self._checked(rows)
-        before = _Gradients(example.adapter for example in examples if example.backward)
+        before = SavedGradients(example.adapter for example in examples if example.backward)
         outputs: dict[int, RowOutput] = {}
         while examples:
             try:
-                outputs, norms = self._run(examples)
+                outputs = self.compute(examples, before)
+                norms = self._gradient_norms(examples)
                 overflowed = [example for example in examples if not math.isfinite(norms.get(id(example.adapter), 0))]
                 if not overflowed:
                     break
@@ -144,10 +150,6 @@ class Engine:
                 before.restore()
                 errors |= _for_whole_jobs(rows, {bad.example.index: bad.error})
                 examples = [example for example in examples if example.index not in errors]
-            except torch.OutOfMemoryError:
-                before.restore()
-                if not self._could_halve_token_budget():
-                    raise
             except BaseException:
                 before.restore()
                 raise
@@ -166,20 +168,42 @@ class Engine:
         errors = _for_whole_jobs(rows, errors)
         return [example for example in examples if example.index not in errors], errors
 
-    def _run(self, examples: Sequence[Example]) -> tuple[dict[int, RowOutput], dict[int, Tensor]]:
-        """The outputs by the index of their row, and the gradients' norms by the id of their adapter."""
+    def compute(self, examples: Sequence[Example], before: SavedGradients) -> dict[int, RowOutput]:
+        """The outputs by the index of their row; their gradients are added to those that were there `before`."""
+        while True:
+            try:
+                return self._run(examples)
+            except torch.OutOfMemoryError:
+                before.restore()
+                if not self._could_halve_token_budget():
+                    raise
+
+    def _run(self, examples: Sequence[Example]) -> dict[int, RowOutput]:
         passes = []
         for batch in pack(examples, self.train_token_budget):
             # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
             recompute = batch.num_tokens > self.train_token_budget
             self.on_progress()
             passes.append(run_micro_batch(self.model, batch, recompute=recompute))
-            self._num_batches += 1
-            self._num_rows += len(batch.examples)
-            self._num_tokens += batch.num_tokens
-        norms = _gradient_norms(examples)
+            self._note_trained(1, batch.examples)
         wait_for(self.model.device)
-        return {index: output for each in passes for index, output in each.outputs().items()}, norms
+        return {index: output for each in passes for index, output in each.outputs().items()}
+
+    def _note_trained(self, num_batches: int, examples: Sequence[Example]) -> None:
+        self.num_micro_batches += num_batches
+        self._num_rows += len(examples)
+        self._num_tokens += sum(len(example.tokens) for example in examples)
+
+    def _gradient_norms(self, examples: Sequence[Example]) -> dict[int, Tensor]:
+        """By the id of the adapter, if it has a gradient now.
+
+        No optimizer step can use one that is not finite. Refused here, the failure belongs to the data that caused it,
+        and a model rebuilt from what was done is the same.
+        """
+        trained = {id(example.adapter): example.adapter for example in examples if example.backward}
+        norms = {key: download(adapter.gradient.norm()) for key, adapter in trained.items()}
+        wait_for(self.model.device)
+        return norms
 
     def _could_halve_token_budget(self) -> bool:
         if self.train_token_budget <= _MIN_TOKENS:
@@ -190,7 +214,7 @@ class Engine:
         return True
 
 
-class _Gradients:
+class SavedGradients:
     """The gradients of some adapters as they were, to go back to."""
 
     def __init__(self, adapters: Iterable[Adapter]) -> None:
@@ -205,16 +229,6 @@ class _Gradients:
                 adapter.gradient.zero_()
             else:
                 adapter.gradient.copy_(gradient)
-
-
-def _gradient_norms(examples: Sequence[Example]) -> dict[int, Tensor]:
-    """By the id of the adapter, if it has a gradient now; there after `wait_for` the device.
-
-    No optimizer step can use one that is not finite. Refused here, the failure belongs to the data that caused it, and
-    a model rebuilt from what was done is the same.
-    """
-    trained = {id(example.adapter): example.adapter for example in examples if example.backward}
-    return {key: download(adapter.gradient.norm()) for key, adapter in trained.items()}
 
 
 def _not_finite() -> InvalidInputError:
@@ -271,8 +285,12 @@ def check_deterministic(model: Transformer) -> None:
         )
 
 
-def choose_threads(model: Transformer) -> None:
-    """One thread where products are over before a second one has woken up; otherwise as many as torch takes."""
+def choose_threads(model: Transformer, num_processes: int = 1) -> None:
+    """One thread where products are over before a second one has woken up; otherwise as many as torch takes.
+
+    Several processes that work together divide those: more threads than cores would wait for each other.
+    """
+    torch.set_num_threads(max(1, torch.get_num_threads() // num_processes))
     layer = model.layers[0]
     largest = max(matrix.shape.numel() for matrix in (layer.qkv, layer.output, layer.gate_up, layer.down, model.head))
     if model.device.type == "cpu" and largest < _WORTH_A_THREAD:

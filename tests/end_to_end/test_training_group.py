@@ -1,0 +1,79 @@
+"""A server whose training is shared by two processes gives what one gives, also when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tinsmith
+from tests.end_to_end.scripts import sentence
+from tests.end_to_end.serving import KEY, ServerProcess, wait_until
+from tinsmith.server.checkpoints import CheckpointFolders
+
+MODEL = "tiny/model-1"
+STEPS = range(20)
+RESULT_SECONDS = 120.0
+# With the default eps the sign of rounding errors would be a full step.
+STEP = tinsmith.AdamParams(learning_rate=1e-3, eps=1e-6)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]) -> Iterator[ServerProcess]:
+    folders = {MODEL: models[MODEL]}
+    with ServerProcess(tmp_path_factory.mktemp("shared"), folders, "--train-workers=2") as running:
+        yield running
+        members = members_of(running)
+    wait_until(lambda: not any(Path(f"/proc/{member}/cmdline").exists() for member in members), 30, "a member is left")
+
+
+def members_of(server: ServerProcess) -> list[int]:
+    """The ids of the processes that the only worker has started."""
+    (worker,) = server.workers()
+    tasks = Path(f"/proc/{worker}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def submit(model: Any) -> list[Any]:
+    futures = []
+    for step in STEPS:
+        data = [sentence(tinsmith, step + place, length=12 + place) for place in range(4)]
+        futures.append(model.forward_backward(data, "cross_entropy"))
+        model.optim_step(STEP)
+    return futures
+
+
+def new_model(server: ServerProcess) -> Any:
+    service = tinsmith.ServiceClient(base_url=server.url, api_key=KEY)
+    return service.create_lora_training_client(MODEL, rank=4, seed=1)
+
+
+def finished(server: ServerProcess, model: Any, futures: list[Any]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The losses, and what came of the weights and of the optimizer."""
+    losses = [future.result(timeout=RESULT_SECONDS).metrics["loss:sum"] for future in futures]
+    path = model.save_state("end").result(timeout=RESULT_SECONDS).path
+    folder = CheckpointFolders(server.state / "checkpoints").folder(path)
+    return losses, load_file(folder / "adapter_model.safetensors")
+
+
+def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shared: ServerProcess) -> None:
+    alone, together = new_model(server), new_model(shared)
+    futures = submit(together)
+    futures[2].result(timeout=RESULT_SECONDS)
+    (killed,) = members_of(shared)
+    os.kill(killed, signal.SIGKILL)
+    assert not futures[-1].done(), "killed too late to show anything"
+    losses, weights = finished(shared, together, futures)
+    expected_losses, expected = finished(server, alone, submit(alone))
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert weights.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
+    assert "Rank 1 of the training group is gone: its process ended by signal 9 (SIGKILL)" in shared.log()
+    assert killed not in members_of(shared)

@@ -1,0 +1,66 @@
+"""Training groups of real processes for tests: the leader lives in the process of the test."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.server.engine.faulty_member import live
+from tinsmith.server.engine.channels import Channel, Group, open_meeting
+from tinsmith.server.engine.group import GroupEngine
+from tinsmith.server.messages import MemberSettings
+
+HOST = "127.0.0.1"
+START_SECONDS = 120
+
+# Importing torch takes longer than everything that a test wants of a member: one process does it for all of them.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["tests.server.engine.faulty_member"])
+
+
+class Started(NamedTuple):
+    engine: GroupEngine
+    members: list[BaseProcess]
+
+
+@contextmanager
+def group_of(
+    size: int, folder: Path, *, budget: int = 64, seconds: float = 60, folder_of_members: Path | None = None
+) -> Iterator[Started]:
+    """`seconds` is how long a member may be silent."""
+    meeting = open_meeting(HOST, seconds=START_SECONDS)
+    with ExitStack() as stack:
+        settings = [_settings(rank, size, meeting.port, folder_of_members or folder, budget) for rank in range(1, size)]
+        members = [_started(stack, each) for each in settings]
+        engine = GroupEngine.open(folder, "cpu", "float32", train_token_budget=budget)
+        group = Group(meeting, 0, size, HOST, seconds=START_SECONDS)
+        engine.lead([Channel(group, rank, seconds=seconds) for rank in range(1, size)])
+        yield Started(engine, members)
+
+
+def _settings(rank: int, size: int, port: int, folder: Path, budget: int) -> MemberSettings:
+    return MemberSettings(
+        base_model="tiny",
+        folder=str(folder),
+        device="cpu",
+        dtype="float32",
+        train_token_budget=budget,
+        rank=rank,
+        size=size,
+        host=HOST,
+        meeting_host=HOST,
+        meeting_port=port,
+        start_seconds=START_SECONDS,
+    )
+
+
+def _started(stack: ExitStack, settings: MemberSettings) -> BaseProcess:
+    process = _PROCESSES.Process(target=live, args=(settings,))
+    process.start()
+    stack.callback(process.join)
+    stack.callback(process.kill)
+    return process
