@@ -346,10 +346,13 @@ def test_a_checkpoint_is_downloaded_published_and_deleted(
 
 def test_checkpoints_of_one_name_and_two_kinds_have_two_file_names(trainer: TrainingClient, visit: Visit) -> None:
     run = trainer.model_id[:8] + "-" + trainer.model_id.rpartition(":")[2]
-    saves = {"weights": trainer.save_state("end"), "sampler_weights": trainer.save_weights_for_sampler("end")}
+    paths = {
+        "weights": aside(trainer.save_state("end").result).path,
+        "sampler_weights": aside(trainer.save_weights_for_sampler("end").result).path,
+    }
     visit.go("checkpoints")
-    for kind, saved in saves.items():
-        row = visit.page.get_by_role("row").filter(has=visit.page.get_by_title(aside(saved.result).path))
+    for kind, path in paths.items():
+        row = visit.page.get_by_role("row").filter(has=visit.page.get_by_title(path))
         with visit.page.expect_download() as downloading:
             row.get_by_role("button", name="Download").click()
         assert downloading.value.suggested_filename == f"{run}-{kind}-end.tar"
