@@ -22,6 +22,8 @@ LOOK_SECONDS = 1.0
 OPENING_SECONDS = 300.0
 END_SECONDS = 900.0
 _COMMAND = (sys.executable, "-m", "tests.load.crowd")
+_STEP_BACK = ("nice", "-n", "10")
+"""The crowd would have machines of its own; here it gives way to the server and to the client that is measured."""
 
 
 class Group(NamedTuple):
@@ -31,6 +33,10 @@ class Group(NamedTuple):
     samplers: int = 0
     models: int = 0
     probes: int = 0
+
+    @property
+    def priority(self) -> Sequence[str]:
+        return () if self.probes else _STEP_BACK
 
     def numbers(self, samples: int) -> list[str]:
         return [str(number) for number in (self.samplers, self.models, self.probes, samples)]
@@ -108,7 +114,7 @@ class Crowds:
         assert not any(group.samplers and (group.models or group.probes) for group in groups.values())
         self._folder, self._groups = folder, groups
         self._commands = {
-            name: [*_COMMAND, name, group.package, url, str(folder), *group.numbers(samples), *keys]
+            name: [*group.priority, *_COMMAND, name, group.package, url, str(folder), *group.numbers(samples), *keys]
             for name, group in groups.items()
         }
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
