@@ -159,4 +159,4 @@ def test_metrics_that_cannot_be_sent_do_not_keep_the_client_from_closing(
         future = client.log_metrics({"reward": 1.0})
     with pytest.raises(ClientClosedError):
         future.result(PATIENCE)
-    assert "1 calls of log_metrics were not sent before the client was closed." in caplog.text
+    assert "Calls of log_metrics that were not sent before the client was closed: 1." in caplog.text

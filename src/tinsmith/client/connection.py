@@ -323,7 +323,11 @@ class Connection:
         for task in unsaid:
             task.cancel()
         if unsaid:
-            logger.warning("%d calls of log_metrics were not sent before the client was closed.", len(unsaid))
+            logger.warning(
+                "Calls of log_metrics that were not sent before the client was closed: %d. To be sure of one, wait for "
+                "its result().",
+                len(unsaid),
+            )
 
     async def guard(self, coroutine: Coroutine[Any, Any, T], *, report: bool = True) -> T:
         """Awaits for a task of this client, so that closing the client ends it."""
