@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from s3fs import S3FileSystem
 
 from tests.server.bucket import BUCKET, Bucket, running_bucket
@@ -218,6 +219,25 @@ def test_who_reads_while_others_write_finds_one_of_them_as_a_whole(one: Machine,
         writing.result(WAIT_SECONDS)
     assert seen == sorted(seen)
     assert other.read() == both("14")
+
+
+def test_who_reads_while_a_list_is_being_written_finds_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = (Machine(tmp_path / name, f"file://{tmp_path}/far") for name in ("one", "other"))
+    one.write("old")
+    seen = []
+    whole = LocalFileSystem.pipe_file
+
+    def by_halves(files: LocalFileSystem, path: str, value: bytes) -> None:
+        whole(files, path, value[: len(value) // 2])
+        seen.append(other.read())
+        whole(files, path, value)
+
+    monkeypatch.setattr(LocalFileSystem, "pipe_file", by_halves)
+    one.write("new")
+    assert seen == [both("old")]
+    assert other.read() == both("new")
 
 
 def test_a_save_and_a_deletion_at_once_leave_files_and_row_in_agreement(tmp_path: Path) -> None:

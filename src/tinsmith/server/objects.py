@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server.full_disk import WaitError, is_full
@@ -71,7 +72,7 @@ class Objects:
             try:
                 found = self._ask("cat_file", mark).decode().strip()
             except FileNotFoundError:
-                self._ask("pipe_file", mark, f"{database_id}\n".encode())
+                self._write(mark, f"{database_id}\n".encode(), self._ask)
                 found = self._ask("cat_file", mark).decode().strip()
             self._probe()
         except Exception as error:
@@ -89,7 +90,8 @@ class Objects:
     # Requests
 
     def put(self, key: str, data: bytes) -> None:
-        self._tried("pipe_file", self._path(key), data)
+        """Who gets it finds the old data or the new, never a part."""
+        self._write(self._path(key), data, self._tried)
 
     def put_file(self, key: str, file: Path) -> None:
         self._tried("put_file", str(file), self._path(key), seconds=_seconds(file.stat().st_size))
@@ -128,6 +130,15 @@ class Objects:
             return []
         return [path[len(self._root) + 1 :] for path in found]
 
+    def _write(self, path: str, data: bytes, ask: Callable[..., Any]) -> None:
+        """In one request, or, where that is a file which others find while it is being written, under another name."""
+        if self._files.async_impl:
+            ask("pipe_file", path, data)
+        else:
+            part = f"{path}.{uuid4().hex[:8]}.part"
+            ask("pipe_file", part, data)
+            ask("mv", part, path)
+
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
@@ -138,7 +149,7 @@ class Objects:
         try:
             return self._ask(name, *arguments, seconds=seconds, **options)
         except FileNotFoundError as error:
-            if name.startswith(("put", "pipe")) or not self._has_mark():
+            if name.startswith(("put", "pipe", "mv")) or not self._has_mark():
                 raise self._lost(error) from error
             raise
         except Exception as error:  # every library has errors of its own for what is out of reach

@@ -87,7 +87,7 @@ class StoredFolders(Folders):
         while (found := self._newest(place)) is not None:
             try:
                 return self._cache.find(place, found.stamp) or self._fetched(place, found)
-            except (FileNotFoundError, msgspec.DecodeError) as error:  # replaced, deleted or written in this moment
+            except (FileNotFoundError, msgspec.DecodeError) as error:  # replaced or deleted in this moment
                 tried[found.stamp] += 1
                 if tried[found.stamp] == MAX_TRIES or tried.total() == MAX_SUCCESSORS:
                     raise DamagedError(f"{path} lacks files in the storage") from error
@@ -268,7 +268,7 @@ def _unneeded(names: Collection[str]) -> list[str]:
 
 def _is_old(name: str) -> bool:
     head = name.partition("/")[0]
-    found = _LIST.fullmatch(head) or _STAMP.fullmatch(head)
+    found = _LIST.match(head) or _STAMP.fullmatch(head)  # or the part of a list, whose writer died
     return found is not None and time.time() - int(found[1]) / 1000 > SWEPT_AFTER_SECONDS
 
 
