@@ -12,7 +12,7 @@ from tests.server.engine.oracle import new_adapter
 from tests.server.tiny_models import save_model
 from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.engine.elementwise import gated_silu
-from tinsmith.server.engine.gpu.slot_lora import AdapterSlots, SlotLora, tiles_of
+from tinsmith.server.engine.gpu.slot_lora import AdapterSlots, Ranks, SlotLora, tiles_of
 from tinsmith.server.engine.lora import LoraRows, Segment, add_looped
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.steps import turn_heads
@@ -38,7 +38,7 @@ def test_rows_of_several_adapters_and_of_none(model: Transformer, adapters: list
     padded = torch.zeros(8, 3, dtype=torch.int64)
     padded[: len(tiles)] = torch.from_numpy(tiles)
     units = slots.settle(adapters) if below else 0
-    ours, reference = SlotLora(slots, padded.to(DEVICE), 40, units, model.shape), LoraRows(segments)
+    ours, reference = SlotLora(slots, padded.to(DEVICE), Ranks.of([4, 40, 8]), units, model.shape), LoraRows(segments)
     layer = model.layers[1]
     for name, matrix in (("qkv_proj", layer.qkv), ("o_proj", layer.output), ("gate_up_proj", layer.gate_up),
                          ("down_proj", layer.down), ("lm_head", model.head)):  # fmt: skip

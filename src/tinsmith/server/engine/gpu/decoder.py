@@ -21,7 +21,7 @@ from torch import Tensor
 from tinsmith.server.engine import sampler
 from tinsmith.server.engine.gpu import draw as drawing
 from tinsmith.server.engine.gpu.paged_decode import DeviceTables
-from tinsmith.server.engine.gpu.slot_lora import AdapterSlots, SlotLora, tiles_of
+from tinsmith.server.engine.gpu.slot_lora import AdapterSlots, Ranks, SlotLora, tiles_of
 from tinsmith.server.engine.kv_cache import Ints, KvPool
 from tinsmith.server.engine.lora import linear
 from tinsmith.server.engine.model import Transformer
@@ -37,7 +37,7 @@ class _Kind:
 
     num_rows: int
     num_tiles: int
-    max_rank: int
+    ranks: Ranks | None
     units: int
     filtered: bool
 
@@ -70,7 +70,7 @@ class DeviceDecoder:
         self._slots = AdapterSlots(model, MAX_ROWS)
         self._tiles = torch.zeros(2 * MAX_ROWS, 3, dtype=torch.int64, device=device)
         self._batch: Batch | None = None
-        self._kind = _Kind(0, 0, 0, 0, False)
+        self._kind = _Kind(0, 0, None, 0, False)
         self._launched: _Launched | None = None
         self._graphs: dict[_Kind, tuple[Callable[[], None], Tensor]] = {}
         self._pool_of_graphs = None
@@ -138,16 +138,16 @@ class DeviceDecoder:
 
     def _kind_of(self, batch: Batch) -> _Kind:
         adapters, num_rows = batch.adapters, padded_rows(len(batch.rows))
-        num_tiles = max_rank = units = 0
+        num_tiles, ranks, units = 0, None, 0
         if adapters:
             segments = [*batch.segments, (len(batch.rows), num_rows, None)]
             tiles = tiles_of(segments, dict(zip(adapters, self._slots.place(adapters), strict=True)))
             num_tiles = triton.next_power_of_2(len(tiles))
             self._tiles[: len(tiles)] = upload_array(tiles, self.model.device)
             self._tiles[len(tiles) : num_tiles] = 0
-            max_rank = max(triton.next_power_of_2(max(adapter.spec.rank for adapter in adapters)), 16)
+            ranks = Ranks.of([adapter.spec.rank for adapter in adapters])
             units = triton.next_power_of_2(self._slots.settle(adapters))
-        return _Kind(num_rows, num_tiles, max_rank, units, any(map(sampler.is_filtered, batch.params)))
+        return _Kind(num_rows, num_tiles, ranks, units, any(map(sampler.is_filtered, batch.params)))
 
     # --- graphs ---
 
@@ -180,8 +180,8 @@ class DeviceDecoder:
         tokens, positions = rows.ints[:, drawing.TOKEN], rows.ints[:, drawing.POSITION]
         attend = DeviceTables(self.pool, self.block_size, self._tables[:count], positions)
         lora = None
-        if kind.num_tiles:
-            lora = SlotLora(self._slots, self._tiles[: kind.num_tiles], kind.max_rank, kind.units, self.model.shape)
+        if kind.ranks is not None:
+            lora = SlotLora(self._slots, self._tiles[: kind.num_tiles], kind.ranks, kind.units, self.model.shape)
         hidden = self.model.hidden(tokens, positions, attend, lora)
         logits = linear(hidden, self.model.head, lora, "lm_head")
         drawing.draw(logits, rows, self._drawn[:count], filtered=kind.filtered)

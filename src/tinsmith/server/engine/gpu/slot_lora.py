@@ -13,8 +13,9 @@ All that changes from batch to batch lies in tensors on the device, so a capture
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -131,16 +132,28 @@ def tiles_of(segments: Sequence[Segment], slots: Mapping[FrozenAdapter, int]) ->
     return np.array(tiles, np.int64).reshape(-1, 3)
 
 
+class Ranks(NamedTuple):
+    """What the kernels know of the ranks of a batch."""
+
+    padded: int
+    """The largest, as tl.dot wants it."""
+    divisor: int
+
+    @classmethod
+    def of(cls, ranks: Sequence[int]) -> Ranks:
+        return cls(max(triton.next_power_of_2(max(ranks)), 16), math.gcd(16, *ranks))
+
+
 class SlotLora:
     """The adapters of one batch. Tiles beyond those in use are empty: their first row is their end.
 
     With `units`, their A lie below the frozen matrices, so many units of them; else they are multiplied apart.
     """
 
-    def __init__(self, slots: AdapterSlots, tiles: Tensor, max_rank: int, units: int, shape: ModelShape) -> None:
+    def __init__(self, slots: AdapterSlots, tiles: Tensor, ranks: Ranks, units: int, shape: ModelShape) -> None:
         self.slots = slots
         self.tiles = tiles  # int64 [tiles, 3]
-        self.max_rank: int = max(triton.next_power_of_2(max_rank), 16)  # tl.dot wants 16 at least
+        self.max_rank, self._divisor = ranks
         self.units = units
         self._parts = _parts(shape)
 
@@ -208,7 +221,8 @@ class SlotLora:
     def _options(self, outs: tuple[int, ...], inner: Tensor) -> dict[str, int]:
         return {
             "ADDRESS_STRIDE": self.slots.addresses.stride(0), "PARTS": len(outs), "MAX_RANK": self.max_rank,
-            "SPLITS": len(inner) if inner.dim() == 4 else 0, "UNIT": UNIT, "TILE": TILE_ROWS, "num_warps": 4,
+            "DIVISOR": self._divisor, "SPLITS": len(inner) if inner.dim() == 4 else 0, "UNIT": UNIT, "TILE": TILE_ROWS,
+            "num_warps": 4,
         }  # fmt: skip
 
     def _shrunk(self, x: Tensor, name: str) -> Tensor:
@@ -267,7 +281,7 @@ def _shrink(
     address = tl.load(addresses + slot * address_stride, mask=slot >= 0, other=0)
     if (start < end) & (address != 0):
         rank = tl.load(ranks + slot)
-        a = address.to(tl.pointer_type(x.dtype.element_ty))
+        a = tl.multiple_of(address.to(tl.pointer_type(x.dtype.element_ty)), 16)
         rows = start + tl.arange(0, TILE)
         is_row, is_rank = rows < end, r < rank
         total = tl.zeros([TILE, BLOCK_R], tl.float32)
@@ -290,11 +304,13 @@ def _shrink(
 @triton.jit
 def _low_rank(
     part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns, is_column, dtype,
-    PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    PARTS: tl.constexpr, MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
     """What an adapter adds to these rows and columns of one part: [TILE, columns]. No splits: x A^T lies in units."""
     r = tl.arange(0, MAX_RANK)
-    rank = tl.load(ranks + slot)
+    # Without knowing what divides the rank, B would be loaded number by number.
+    rank = tl.multiple_of(tl.load(ranks + slot), DIVISOR)
     is_rank = r < rank
     total = tl.zeros([TILE, MAX_RANK], tl.float32)
     if SPLITS == 0:
@@ -304,7 +320,7 @@ def _low_rank(
         for split in range(SPLITS):
             at = ((split * num_rows + rows)[:, None] * PARTS + part) * MAX_RANK + r[None, :]
             total += tl.load(inner + at, mask=is_row[:, None], other=0.0)
-    b = address.to(tl.pointer_type(dtype))
+    b = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
     is_there = is_column[None, :] & is_rank[:, None]
     b_tile = tl.load(b + columns[None, :] * rank + r[:, None], mask=is_there, other=0.0)
     return tl.dot((total * tl.load(scales + slot)).to(dtype), b_tile, input_precision="ieee")
@@ -314,8 +330,8 @@ def _low_rank(
 def _expand(
     y, result, addresses, ranks, scales, units, tiles, inner, num_rows, y_stride, inner_stride,
     OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, BLOCK_N: tl.constexpr,
-    ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, TILE: tl.constexpr,
+    ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
     """y and what the adapters add to it; blocks of columns never cross a part."""
     tile = tiles + tl.program_id(0) * 3
@@ -339,7 +355,7 @@ def _expand(
         if address != 0:
             values += _low_rank(
                 part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
-                is_column, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
+                is_column, y.dtype.element_ty, PARTS, MAX_RANK, DIVISOR, SPLITS, UNIT, TILE,
             )  # fmt: skip
         tl.store(result + rows[:, None] * (OUT0 + OUT1 + OUT2) + before + columns[None, :], values, mask=is_there)
 
@@ -348,7 +364,7 @@ def _expand(
 def _expand_gated_silu(
     y, gated, addresses, ranks, scales, units, tiles, inner, num_rows, y_stride, inner_stride,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr,
-    MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -365,11 +381,11 @@ def _expand_gated_silu(
         if address != 0:
             gate += _low_rank(
                 0, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
-                is_column, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
+                is_column, y.dtype.element_ty, PARTS, MAX_RANK, DIVISOR, SPLITS, UNIT, TILE,
             )  # fmt: skip
             up += _low_rank(
                 1, tl.load(table + 2), slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
-                is_column, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
+                is_column, y.dtype.element_ty, PARTS, MAX_RANK, DIVISOR, SPLITS, UNIT, TILE,
             )  # fmt: skip
         result = gate / (1 + tl.exp(-gate)) * up
         tl.store(gated + rows[:, None] * WIDTH + columns[None, :], result, mask=is_there)
@@ -379,8 +395,8 @@ def _expand_gated_silu(
 def _expand_turned_heads(
     y, turned, addresses, ranks, scales, units, tiles, inner, weight, eps, cos, sin, num_rows, y_stride, inner_stride,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TURN: tl.constexpr,
-    ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr,
-    UNIT: tl.constexpr, TILE: tl.constexpr,
+    ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
 ) -> Any:  # fmt: skip
     """One head of the rows of a tile; values get what the adapter adds, and are neither normed nor turned."""
     tile = tiles + tl.program_id(0) * 3
@@ -400,11 +416,11 @@ def _expand_turned_heads(
             columns = in_part * (2 * HALF) + pair
             first += _low_rank(
                 part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns,
-                always, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
+                always, y.dtype.element_ty, PARTS, MAX_RANK, DIVISOR, SPLITS, UNIT, TILE,
             )  # fmt: skip
             second += _low_rank(
                 part, address, slot, ranks, scales, units, inner, num_rows, inner_stride, rows, is_row, columns + HALF,
-                always, y.dtype.element_ty, PARTS, MAX_RANK, SPLITS, UNIT, TILE,
+                always, y.dtype.element_ty, PARTS, MAX_RANK, DIVISOR, SPLITS, UNIT, TILE,
             )  # fmt: skip
         if part < 2:
             if HAS_NORM:
