@@ -43,9 +43,9 @@ def our_step(name: str, lengths: Sequence[int], num_adapters: int = 1) -> tuple[
         engine = our_engine(name)
         adapters = [our_adapter(engine, seed) for seed in range(num_adapters)]
         rng = np.random.default_rng(1)
+        rows = [_row(adapters[index % num_adapters], length, rng) for index, length in enumerate(lengths)]
 
         def step() -> None:
-            rows = [_row(adapters[index % num_adapters], length, rng) for index, length in enumerate(lengths)]
             assert all(output.error is None for output in engine.forward_backward(rows))
             for adapter in adapters:
                 engine.optim_step(adapter, AdamParams(learning_rate=1e-4))

@@ -63,8 +63,9 @@ class BatchLosses:
 
     def values(self, placed: Iterable[PlacedExample]) -> Iterator[tuple[Example, float, bool]]:
         """The loss of each example, and whether its gradient is finite."""
+        terms, is_finite = self._terms.numpy(), self._is_finite.numpy()
         for start, end, example in placed:
-            yield example, float(self._terms[start:end].sum()), bool(self._is_finite[start:end].all())
+            yield example, float(terms[start:end].sum()), bool(is_finite[start:end].all())
 
 
 def _kind(placed: PlacedExample) -> tuple[object, ...]:

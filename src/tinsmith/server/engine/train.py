@@ -151,10 +151,11 @@ class Pass:
         self.values[example.index] = value
 
     def _outputs(self) -> Iterator[tuple[int, RowOutput]]:
+        logprobs = self.logprobs.numpy()
         for start, end, example in self.placed:
-            own = self.logprobs[start:end, : example.targets.shape[1]].reshape(example.target_shape)
+            own = logprobs[start:end, : example.targets.shape[1]].reshape(example.target_shape)
             index = example.index
-            yield index, RowOutput(own.numpy().copy(), self.values[index], self.metrics.get(index, {}))
+            yield index, RowOutput(own.copy(), self.values[index], self.metrics.get(index, {}))
 
 
 def _of_rows(gradient: Gradient, first: int, start: int, end: int, logprobs: Tensor) -> Tensor:

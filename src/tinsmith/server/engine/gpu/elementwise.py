@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.server.engine.gpu.early import early, wait_for_others
+
 _COLUMNS = 1024
 """Columns of one block of the gated activation: eight bfloat16 values, one wide load, for each of 128 threads."""
 _HEADS = 16
@@ -31,8 +33,9 @@ def add_norm(
     inverse = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
     block, num_warps = _row_block(width)
     _add_norm[(num_rows,)](
-        x, delta, weight, eps, total, y, inverse, width, delta is not None, BLOCK=block, num_warps=num_warps
-    )
+        x, delta, weight, eps, total, y, inverse, width, delta is not None, BLOCK=block, num_warps=num_warps,
+        **early(x.device),
+    )  # fmt: skip
     return total, y, inverse
 
 
@@ -57,7 +60,10 @@ def _row_block(width: int) -> tuple[int, int]:
 
 
 @triton.jit
-def _add_norm(x, delta, weight, eps, total, y, inverse, width, has_delta: tl.constexpr, BLOCK: tl.constexpr) -> Any:
+def _add_norm(
+    x, delta, weight, eps, total, y, inverse, width, has_delta: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+) -> Any:
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -104,7 +110,7 @@ def turn_heads(
     cos, sin = turn or (None, None)
     _turn_heads[(num_rows, triton.cdiv(num_turned, _HEADS))](
         heads, weight, eps, cos, sin, turned, num_turned, heads.stride(0), size // 2, weight is not None,
-        turn is not None, HEADS=_HEADS, HALF=triton.next_power_of_2(size // 2), num_warps=4,
+        turn is not None, HEADS=_HEADS, HALF=triton.next_power_of_2(size // 2), num_warps=4, **early(heads.device),
     )  # fmt: skip
     return turned
 
@@ -138,8 +144,9 @@ def with_whole_rows(heads: Tensor) -> Tensor:
 @triton.jit
 def _turn_heads(
     heads, weight, eps, cos, sin, turned, num_turned, stride, half,
-    has_norm: tl.constexpr, has_turn: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
+    has_norm: tl.constexpr, has_turn: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr
 ) -> Any:  # fmt: skip
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
@@ -218,7 +225,9 @@ def _turn_heads_backward(
 def gated_silu(gate_up: Tensor) -> Tensor:
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _gated_silu[(num_rows, triton.cdiv(width, _COLUMNS))](gate_up, y, width, BLOCK=_COLUMNS, num_warps=4)
+    _gated_silu[(num_rows, triton.cdiv(width, _COLUMNS))](
+        gate_up, y, width, BLOCK=_COLUMNS, num_warps=4, **early(y.device)
+    )
     return y
 
 
@@ -232,7 +241,8 @@ def gated_silu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _gated_silu(gate_up, y, width, BLOCK: tl.constexpr) -> Any:
+def _gated_silu(gate_up, y, width, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> Any:
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width

@@ -16,11 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.server.engine.gpu.early import early, wait_for_others
 from tinsmith.server.engine.kv_cache import KvPool
 
 # Programs that keep every multiprocessor of a large GPU busy with loads in flight.
 _ENOUGH_PROGRAMS = 528
 _MAX_SPLITS = 16
+# Tokens of a tile, and warps. Many programs hide each other's waiting; then short tiles waste less at the end of a
+# sequence.
+_TILE = 64, 4
+_SHORT_TILE = 16, 1
 # tl.dot wants 16 rows at least; there are as many queries as share one key, and the rest is idle.
 _MIN_DOT_ROWS = 16
 
@@ -53,17 +58,16 @@ def attend(
         parts = torch.empty(num_rows, num_heads, splits, size, dtype=torch.float32, device=q.device)
         weights = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=q.device)
     grid = (num_rows, num_kv_heads, splits)
-    # Many programs hide each other's waiting; then short tiles waste less at the end of a sequence.
-    tile, num_warps = (32, 2) if num_rows * num_kv_heads >= 1024 else (64, 4)
+    tile, num_warps = _SHORT_TILE if num_rows * num_kv_heads >= 1024 else _TILE
     strides = (q.stride(0), k.stride(0), v.stride(0), tables.stride(0), positions.stride(0))
     _attend_split[grid](
         q, k, v, keys, values, tables, positions, parts, weights, *strides,
         size**-0.5, num_heads // num_kv_heads, num_kv_heads, size, block_size,
         TILE=tile, SPLITS=splits, ROWS=max(_MIN_DOT_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
-        num_warps=num_warps, num_stages=2,
+        num_warps=num_warps, num_stages=2, **early(q.device),
     )  # fmt: skip
     if splits > 1:
-        _join[(num_rows, num_heads)](parts, weights, out, num_heads, size, splits, num_warps=1)
+        _join[(num_rows, num_heads)](parts, weights, out, num_heads, size, splits, num_warps=1, **early(q.device))
     return out
 
 
@@ -72,9 +76,10 @@ def _attend_split(
     q, k, v, keys, values, tables, positions, parts, weights,
     q_stride, k_stride, v_stride, table_stride, position_stride,
     scale, GROUP: tl.constexpr, NUM_KV: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    TILE: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr,
+    TILE: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, EARLY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """One sequence, the queries that share one key, one split of the past."""
+    wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     split = tl.program_id(2)
@@ -131,8 +136,9 @@ def _attend_split(
 
 
 @triton.jit
-def _join(parts, weights, out, num_heads, SIZE: tl.constexpr, SPLITS: tl.constexpr) -> Any:
+def _join(parts, weights, out, num_heads, SIZE: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr) -> Any:
     """The splits of one query of one sequence, each by its share."""
+    wait_for_others(EARLY)
     head = tl.program_id(0).to(tl.int64) * num_heads + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
     dims = tl.arange(0, SIZE)

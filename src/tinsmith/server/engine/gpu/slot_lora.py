@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tinsmith.server.engine.adapters import FrozenAdapter
+from tinsmith.server.engine.gpu.early import early, wait_for_others
 from tinsmith.server.engine.lora import Segment
 from tinsmith.server.engine.model import ModelShape, Transformer
 from tinsmith.server.engine.products import Matrix
@@ -222,7 +223,7 @@ class SlotLora:
         return {
             "ADDRESS_STRIDE": self.slots.addresses.stride(0), "PARTS": len(outs), "MAX_RANK": self.max_rank,
             "DIVISOR": self._divisor, "SPLITS": len(inner) if inner.dim() == 4 else 0, "UNIT": UNIT, "TILE": TILE_ROWS,
-            "num_warps": 4,
+            "num_warps": 4, **early(inner.device),
         }  # fmt: skip
 
     def _shrunk(self, x: Tensor, name: str) -> Tensor:
@@ -237,6 +238,7 @@ class SlotLora:
             x, addresses, ranks, tiles, inner, len(x), num_in, x.stride(0), addresses.stride(0),
             PARTS=num_parts, MAX_RANK=self.max_rank, BLOCK_R=rank_block, BLOCK_K=_INPUTS_AT_ONCE,
             PER_SPLIT=triton.cdiv(num_in, splits * _INPUTS_AT_ONCE) * _INPUTS_AT_ONCE, TILE=TILE_ROWS, num_warps=4,
+            **early(x.device),
         )  # fmt: skip
         return inner
 
@@ -270,9 +272,10 @@ def _parts(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 def _shrink(
     x, addresses, ranks, tiles, inner, num_rows, num_in, x_stride, address_stride,
     PARTS: tl.constexpr, MAX_RANK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
-    PER_SPLIT: tl.constexpr, TILE: tl.constexpr,
+    PER_SPLIT: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """inner[split, row, part, r] = sum of x[row, k] A[part, r, k] over the k of the split."""
+    wait_for_others(EARLY)
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     part = tl.program_id(1) // (MAX_RANK // BLOCK_R)
@@ -331,9 +334,10 @@ def _expand(
     y, result, addresses, ranks, scales, units, tiles, inner, num_rows, y_stride, inner_stride,
     OUT0: tl.constexpr, OUT1: tl.constexpr, OUT2: tl.constexpr, BLOCK_N: tl.constexpr,
     ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr,
-    SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """y and what the adapters add to it; blocks of columns never cross a part."""
+    wait_for_others(EARLY)
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     block = tl.program_id(1)
@@ -365,7 +369,9 @@ def _expand_gated_silu(
     y, gated, addresses, ranks, scales, units, tiles, inner, num_rows, y_stride, inner_stride,
     WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr,
     MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr, SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> Any:  # fmt: skip
+    wait_for_others(EARLY)
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     if start < end:
@@ -396,9 +402,10 @@ def _expand_turned_heads(
     y, turned, addresses, ranks, scales, units, tiles, inner, weight, eps, cos, sin, num_rows, y_stride, inner_stride,
     NUM_Q: tl.constexpr, NUM_KV: tl.constexpr, HALF: tl.constexpr, HAS_NORM: tl.constexpr, HAS_TURN: tl.constexpr,
     ADDRESS_STRIDE: tl.constexpr, PARTS: tl.constexpr, MAX_RANK: tl.constexpr, DIVISOR: tl.constexpr,
-    SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    SPLITS: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ) -> Any:  # fmt: skip
     """One head of the rows of a tile; values get what the adapter adds, and are neither normed nor turned."""
+    wait_for_others(EARLY)
     tile = tiles + tl.program_id(0) * 3
     start, end, slot = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     head = tl.program_id(1)
