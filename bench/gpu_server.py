@@ -44,6 +44,8 @@ class Work(NamedTuple):
     rows: int
     length: int
     samples: int
+    of_prompt: int
+    """Samples of one prompt, where a prompt has several."""
     prompt: int
     new: int
     rounds: int
@@ -62,9 +64,9 @@ class Work(NamedTuple):
 
 TINY = {**CONFIGS["1.7B"], "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 SHAPES = {
-    "tiny": Work(TINY, rows=4, length=64, samples=16, prompt=16, new=16, rounds=5),
-    "1.7B": Work(CONFIGS["1.7B"], rows=8, length=2048, samples=256, prompt=128, new=128, rounds=20),
-    "8B": Work(CONFIGS["8B"], rows=4, length=2048, samples=256, prompt=128, new=128, rounds=10),
+    "tiny": Work(TINY, rows=4, length=64, samples=16, of_prompt=4, prompt=16, new=16, rounds=5),
+    "1.7B": Work(CONFIGS["1.7B"], rows=8, length=2048, samples=1024, of_prompt=16, prompt=128, new=128, rounds=20),
+    "8B": Work(CONFIGS["8B"], rows=4, length=2048, samples=1024, of_prompt=16, prompt=128, new=128, rounds=10),
 }
 
 
@@ -101,10 +103,10 @@ class Bare:
             assert all(output.error is None for output in self._engine.forward_backward(rows))
             self._engine.optim_step(self._adapter, STEP)
 
-    def sample(self, prompts: int, params: tinsmith.SamplingParams) -> None:
+    def sample(self, prompts: int, params: tinsmith.SamplingParams, of_prompt: int = 1) -> None:
         frozen, running = self._adapter.frozen_copy(), self._engine.generator
         for index, prompt in enumerate(self._work.tokens(prompts, self._work.prompt).tolist()):
-            running.add(SampleWork(index, prompt, params, 1, frozen))
+            running.add(SampleWork(index, prompt, params, of_prompt, frozen))
         while running.has_work():
             assert all(done.error is None for done in running.step())
 
@@ -126,11 +128,12 @@ class Served:
         for future in ahead:
             future.result()
 
-    def sample(self, prompts: int, params: tinsmith.SamplingParams) -> None:
+    def sample(self, prompts: int, params: tinsmith.SamplingParams, of_prompt: int = 1) -> None:
         """From the weights as they are now."""
         sampler = self._model.save_weights_and_get_sampling_client()
         all_tokens = self._work.tokens(prompts, self._work.prompt).tolist()
-        for future in [sampler.sample(tinsmith.ModelInput.from_ints(tokens), 1, params) for tokens in all_tokens]:
+        inputs = [tinsmith.ModelInput.from_ints(tokens) for tokens in all_tokens]
+        for future in [sampler.sample(each, of_prompt, params) for each in inputs]:
             future.result()
 
     def _data(self) -> list[tinsmith.Datum]:
@@ -176,7 +179,9 @@ class Figures(NamedTuple):
     train: float
     """Tokens a second."""
     sample: float
-    """New tokens a second, from the first request to the last result."""
+    """New tokens a second, from the first request to the last result, of requests for one sample each."""
+    group: float
+    """The same of requests for several samples of a prompt."""
     fresh: float
     """Seconds from the end of a training step to a token of its weights."""
 
@@ -185,8 +190,10 @@ def figures(side: Bare | Served, work: Work) -> Figures:
     one_token = tinsmith.SamplingParams(max_tokens=1, stop=[])
     train = median_seconds(lambda: side.train(work.rounds)) / work.rounds
     sample = median_seconds(lambda: side.sample(work.samples, work.params))
+    group = median_seconds(lambda: side.sample(work.samples // work.of_prompt, work.params, work.of_prompt))
     fresh = median_seconds(lambda: side.sample(1, one_token), before=lambda: side.train(1))
-    return Figures(work.trained_tokens / train, work.samples * work.new / sample, fresh)
+    new_tokens = work.samples * work.new
+    return Figures(work.trained_tokens / train, new_tokens / sample, new_tokens / group, fresh)
 
 
 def median_seconds(measured: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -203,12 +210,17 @@ def median_seconds(measured: Callable[[], object], before: Callable[[], object] 
 def print_table(shape: str, ours: Figures, bare: Figures, start: float) -> None:
     print(f"\nThe server was ready after {start:.1f} s.\n")
     print("| work | through the server | bare engine | ratio | bar |\n| --- | --- | --- | --- | --- |")
-    for name in ("train", "sample"):
+    work = SHAPES[shape]
+    requests = {
+        "train": f"train {shape}, steps of {work.rows} x {work.length:,}",
+        "sample": f"sample {shape}, {work.samples:,} requests",
+        "group": f"sample {shape}, {work.samples // work.of_prompt} requests for {work.of_prompt} samples each",
+    }
+    for name, title in requests.items():
         served, alone = getattr(ours, name), getattr(bare, name)
         mark = "" if served / alone >= SHARE_OF_ENGINE else " MISSED"
         print(
-            f"| {name} {shape} | {served:,.0f} tok/s | {alone:,.0f} tok/s | {served / alone:.2f} "
-            f"| {SHARE_OF_ENGINE}{mark} |"
+            f"| {title} | {served:,.0f} tok/s | {alone:,.0f} tok/s | {served / alone:.2f} | {SHARE_OF_ENGINE}{mark} |"
         )
     print(f"| a token of fresh weights, {shape} | {ours.fresh * 1e3:.1f} ms | {bare.fresh * 1e3:.1f} ms | | - |")
 
