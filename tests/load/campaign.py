@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -19,10 +22,11 @@ from tests.server.tiny_models import save_model
 
 ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 1.0
+_PAUSE_SECONDS = 0.5
 OPENING_SECONDS = 300.0
 END_SECONDS = 900.0
 _COMMAND = (sys.executable, "-m", "tests.load.crowd")
-_STEP_BACK = ("nice", "-n", "10")
+STEPS_BACK = 10
 """The crowd would have machines of its own; here it gives way to the server and to the client that is measured."""
 
 
@@ -36,7 +40,7 @@ class Group(NamedTuple):
 
     @property
     def priority(self) -> Sequence[str]:
-        return () if self.probes else _STEP_BACK
+        return () if self.probes else ("nice", "-n", str(STEPS_BACK))
 
     def numbers(self, samples: int) -> list[str]:
         return [str(number) for number in (self.samplers, self.models, self.probes, samples)]
@@ -68,7 +72,7 @@ class Load:
         self._folder.mkdir(parents=True, exist_ok=True)
         model = save_model(self._folder / "model", "qwen3", vocab_size=256, max_position_embeddings=256)
         options = [f"--api-key={key}" for key in self._keys]
-        with ServerProcess(self._folder / "state", {MODEL: model}, *options) as server:
+        with ServerProcess(self._folder / "state", {MODEL: model}, *options) as server, self._watching(server):
             self.seen.alone = self._alone(server, alone_seconds)
             self._together(server, least_seconds)
             self.seen.state = of_state(server.state)
@@ -78,9 +82,7 @@ class Load:
         crowds = Crowds(self._folder / "alone", {"alone": ONE_CLIENT}, server.url, self._samples, self._keys[:1])
         with crowds:
             crowds.begin()
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                self._look(server)
+            time.sleep(seconds)
             crowds.stop()
             self.seen.complaints += crowds.ended()
         return crowds.records()["alone"]
@@ -92,19 +94,37 @@ class Load:
             crowds.begin()
             started = time.monotonic()
             while crowds.samplers_are_busy() or time.monotonic() - started < least_seconds:
-                self._look(server)
+                time.sleep(_PAUSE_SECONDS)
             crowds.stop()
             self.seen.complaints += crowds.ended()
         records = crowds.records()
         self.seen.probe = records.pop("probe", [])
         self.seen.crowd = [record for some in records.values() for record in some]
 
-    def _look(self, server: ServerProcess) -> None:
-        (worker,) = server.workers()
-        vitals = {f"API: {name}": value for name, value in of_process(server._process.pid).items()}
-        vitals |= {f"worker: {name}": value for name, value in of_process(worker).items()}
-        self.seen.looks.append((time.monotonic(), vitals))
-        time.sleep(LOOK_SECONDS)
+    @contextmanager
+    def _watching(self, server: ServerProcess) -> Iterator[None]:
+        """Looks at the server every second, in a thread that gives way as the crowd does: there is a lot to look at."""
+        over = threading.Event()
+
+        def watch() -> None:
+            os.nice(STEPS_BACK)  # on Linux, this thread alone
+            while not over.wait(LOOK_SECONDS):
+                self.seen.looks.append((time.monotonic(), _vitals(server)))
+
+        self.seen.looks.append((time.monotonic(), _vitals(server)))
+        thread = threading.Thread(target=watch, name="watch")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def _vitals(server: ServerProcess) -> Vitals:
+    (worker,) = server.workers()
+    vitals = {f"API: {name}": value for name, value in of_process(server._process.pid).items()}
+    return vitals | {f"worker: {name}": value for name, value in of_process(worker).items()}
 
 
 class Crowds:

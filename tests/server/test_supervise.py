@@ -56,6 +56,10 @@ def children() -> list[int]:
     return [child for child in found if b"tinsmith.server.worker" in Path(f"/proc/{child}/cmdline").read_bytes()]
 
 
+def priorities_of_threads(pid: int) -> set[int]:
+    return {os.getpriority(os.PRIO_PROCESS, int(thread.name)) for thread in Path(f"/proc/{pid}/task").iterdir()}
+
+
 def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 2 * LOOSE_SECONDS))  # type: ignore[arg-type]
 
@@ -73,6 +77,18 @@ def create_model(store: Store, number: int, base_model: str = BASE) -> str:
     )
     model = NewModel(model_id=model_id, owner="ann", base_model=base_model, lora=Lora(rank=1), optimizer_config={})
     return store.jobs.enqueue(job, model=model).request_id
+
+
+def test_a_worker_that_computes_on_the_cpu_gives_way_to_requests(tmp_path: Path, tiny_folder: Path) -> None:
+    async def scenario() -> None:
+        async with processes(tmp_path, tiny_folder) as workers:
+            await workers.ready()
+            (worker,) = children()
+            ours, lowest = os.getpriority(os.PRIO_PROCESS, 0), 19
+            assert os.getpriority(os.PRIO_PROCESS, worker) == min(lowest, ours + 5)
+            assert ours in priorities_of_threads(worker)  # its signs of life do not wait
+
+    run(scenario)
 
 
 def test_a_worker_is_woken_heard_and_replaced_when_it_dies(tmp_path: Path, tiny_folder: Path) -> None:

@@ -18,6 +18,7 @@ from tinsmith.server.engine.channels import Channel, Group, LostPeerError, find_
 from tinsmith.server.engine.engine import Engine, choose_threads
 from tinsmith.server.engine.group_member import serve
 from tinsmith.server.messages import MemberSettings
+from tinsmith.server.priority import give_way
 from tinsmith.server.soundness import check_engine, try_engine
 
 log = logging.getLogger("tinsmith.server.member_process")  # which has another name when it is started
@@ -40,6 +41,7 @@ def main() -> None:
 
 def run(settings: MemberSettings) -> None:
     meeting = find_meeting(settings.meeting_host, settings.meeting_port, seconds=settings.start_seconds)
+    give_way(settings.device)
     engine = Engine.open(
         settings.folder,
         device=settings.device,

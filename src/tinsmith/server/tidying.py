@@ -25,6 +25,10 @@ log = logging.getLogger(__name__)
 ROUND_SECONDS = 60.0
 UNKNOWN_KEPT = timedelta(days=7)
 """Snapshots of a model that the database does not know."""
+MANY_WAIT = 200
+"""With so many open polls, to look for rubbish among all objects stops the API for a tenth of a second or more."""
+COLLECT_PAUSE = timedelta(minutes=10)
+"""Between two of those looks while so many wait."""
 SWEEP_PAUSE = timedelta(days=1)
 """Between two looks at all that lies in a storage elsewhere."""
 
@@ -48,7 +52,7 @@ class Tidying:
         self._workers = workers
         self._samplers_in_use = samplers_in_use
         self._now = now
-        self._last_round = self._listening_since = self._sweep_at = now()
+        self._last_round = self._listening_since = self._sweep_at = self._collected_at = now()
         self._outage = Outage(log, over="What was kept long enough is removed again")
 
     async def run(self, threads: Executor) -> None:
@@ -73,7 +77,9 @@ class Tidying:
         note_abandoned(abandoned, self._waiting, self._workers)
         await in_thread(threads, self._remove_old)
         self._samplers_in_use.clear()  # some may not be used any more
-        await in_thread(threads, collect)
+        if len(self._waiting) < MANY_WAIT or self._now() - self._collected_at > COLLECT_PAUSE:
+            await in_thread(threads, collect)
+            self._collected_at = self._now()
         self._last_round = self._now()  # a round that takes long is no sleep: who lives is heard before the next one
 
     def _end_silent_sessions(self) -> None:

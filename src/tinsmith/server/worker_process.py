@@ -30,6 +30,7 @@ from tinsmith.server.full_disk import is_full
 from tinsmith.server.members import Members
 from tinsmith.server.messages import Drawn, Figure, Message, Replay, WorkerSettings
 from tinsmith.server.outage import Outage
+from tinsmith.server.priority import give_way
 from tinsmith.server.soundness import try_engine
 from tinsmith.server.state_locks import hold_as_worker
 from tinsmith.server.store import Store, StoreUnavailableError
@@ -190,6 +191,7 @@ def _end_like(rank: int, status: int) -> None:
 def _tried_engine(settings: WorkerSettings, kind: type[E]) -> E:
     """An engine after a first try: weights that do not fit their config.json show only when they are used."""
     with _telling_why_not():
+        give_way(settings.device)
         engine = kind.open(
             settings.folder,
             device=settings.device,

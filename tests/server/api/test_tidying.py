@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.server.api.running import RunningServer
+from tinsmith.server import tidying
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import SpilledWeights
@@ -37,7 +39,7 @@ class Minutes:
             lambda: self.now,
         )
         self._running = running
-        self._threads = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(1, "minutes")
 
     def round(self) -> None:
         loop = self._running.workers.loop
@@ -113,6 +115,37 @@ def test_who_waits_for_a_queued_sample_hears_of_the_end_of_its_session(
             assert "its session ended" in polled.result(30)["error"]
         (queued,) = running.store.results.statuses([step.json()["request_id"]]).values()
         assert queued.state == "queued", "training was asked for, and is done"
+
+
+def test_all_objects_are_looked_through_every_minute_unless_many_wait_for_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[str] = []
+    monkeypatch.setattr(tidying, "collect", lambda: looks.append(threading.current_thread().name))
+    with RunningServer(tmp_path, long_poll_seconds=300, session_timeout_seconds=86400) as running:
+        sampler_id = running.sampler()
+        minutes = Minutes(running)
+
+        def looks_within(span: timedelta) -> int:
+            before = len(looks)
+            minutes.pass_(span)
+            return sum(name.startswith("minutes") for name in looks[before:])  # the server has rounds of its own
+
+        assert looks_within(3 * MINUTE) == 3
+        running.workers.hold("sample")
+        body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+        sample = running.post("asample", {**body, "sampling_session_id": sampler_id, "seq_id": 0})
+        with ThreadPoolExecutor(1) as pool:
+            polled = pool.submit(running.result, sample, timeout=400)
+            while not len(running.app.state.services.waiting):
+                time.sleep(0.01)
+            assert looks_within(3 * MINUTE) == 3, "one is not many"
+            monkeypatch.setattr(tidying, "MANY_WAIT", 1)
+            assert looks_within(tidying.COLLECT_PAUSE) == 0
+            assert looks_within(MINUTE) == 1
+            running.workers.release()
+            assert "error" not in polled.result(30)
+        assert looks_within(MINUTE) == 1
 
 
 def test_a_session_whose_client_is_heard_of_goes_on(running: RunningServer, minutes: Minutes) -> None:
