@@ -93,7 +93,7 @@ class Router:
         return sum(map(len, self._known.values()))
 
     def came(self, replica: str) -> None:
-        """One that is there already stays as it is. One that was restarted holds nothing: it is gone, and comes again."""
+        """One that is there already stays as it is. One that restarted holds nothing: it is gone, and comes again."""
         self._known.setdefault(replica, OrderedDict())
         self._loads.setdefault(replica, 0)
 
