@@ -99,6 +99,15 @@ class Calls(RuleBasedStateMachine):
         assert self.router.loads == dict(self.loads())
 
     @invariant()
+    def who_holds_an_adapter_is_who_knows_its_key(self) -> None:
+        """Only those are compared; a replica that was left out would lose its samples."""
+        roots = {prefix_keys(owner, adapter, ())[0] for owner in "ab" for adapter in (None, "x", "y")}
+        known = self.router._known.items()
+        assert {root: set(holders) for root, holders in self.router._holders.items()} == {
+            root: holders for root in roots if (holders := {name for name, keys in known if root in keys})
+        }
+
+    @invariant()
     def memory_is_bounded(self) -> None:
         assert self.router.num_known_blocks <= MAX_KNOWN * len(self.living)
 
