@@ -19,7 +19,7 @@ import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from _cluster import MAX_CLAIMED_SAMPLES, Clock, Database, Group, Replica, Request, Segment, Station
@@ -57,6 +57,9 @@ class Setup(NamedTuple):
     group_gpus: int | None
     """How many GPUs train as one group; None: all of a base model."""
     policy: str = "prefix, then load"
+    routers: Literal["one", "by tenant", "by request"] = "by tenant"
+    """One for all samples, or one in each API process, which knows only of its own samples: those of its tenants, where
+    a load balancer deals out connections, or any, where it deals out requests."""
 
 
 ONE_SERVER = Setup("one server", SQLITE, gpus_per_api=None, group_gpus=None)
@@ -67,6 +70,12 @@ LESS_SPREAD = (
     SPREAD._replace(name="SQLite", store=SQLITE),
 )
 """Each without one thing, to tell what breaks from what is only near it."""
+SEVERAL_APIS = SPREAD._replace(gpus_per_api=16)
+ROUTED = (
+    *(SEVERAL_APIS._replace(name=policy, policy=policy, routers="one") for policy in POLICIES),
+    SEVERAL_APIS._replace(name="prefix, then load; in each API, by tenant", routers="by tenant"),
+    SEVERAL_APIS._replace(name="in each API, by request", routers="by request"),
+)
 
 
 # --- the cluster, put together ---------------------------------------------------------------------------------------
@@ -76,14 +85,22 @@ class Pool:
     """All GPUs of one base model."""
 
     def __init__(
-        self, clock: Clock, database: Database, model: BaseModel, setup: Setup, train: int, sample: int, seed: int
+        self,
+        clock: Clock,
+        database: Database,
+        model: BaseModel,
+        setup: Setup,
+        train: int,
+        sample: int,
+        num_routers: int,
+        seed: int,
     ) -> None:
         sizes = _dealt(train, setup.group_gpus or train)
         self.groups = [Group(clock, database, model, gpus) for gpus in sizes]
         self.replicas = {name: Replica(clock, model, name) for name in (f"{model.name}/{n}" for n in range(sample))}
-        self.router: Policy = POLICIES[setup.policy](seed)
-        for name in self.replicas:
-            self.router.came(name)
+        self.routers: list[Policy] = [POLICIES[setup.policy](seed + number) for number in range(num_routers)]
+        for router, name in itertools.product(self.routers, self.replicas):
+            router.came(name)
         self.max_underway = MAX_CLAIMED_SAMPLES * sample
         self.underway = 0
         self.held_back: OrderedDict[str, deque[Callable[[], None]]] = OrderedDict()
@@ -136,6 +153,7 @@ class Simulation:
                 self.setup,
                 parts[model.name, "train"],
                 parts[model.name, "sample"],
+                1 if self.setup.routers == "one" else self.api.servers,
                 seed,
             )
             for model in (SMALL, LARGE)
@@ -225,6 +243,7 @@ class Simulation:
         sent = self.clock.now
         key = self._submitted()
         pool = self.pools[tenant.model.name]
+        router = pool.routers[(int(key) if self.setup.routers == "by request" else tenant.number) % len(pool.routers)]
         adapter = f"{tenant.owner}/{self._versions[tenant.number]}"
 
         def write() -> None:
@@ -244,14 +263,14 @@ class Simulation:
         def route() -> None:
             prompt = np.repeat([segment.number for segment in segments], [segment.tokens for segment in segments])
             began = time.process_time()
-            replica = pool.router.choose(key, tenant.owner, adapter, prompt, len(outputs))
+            replica = router.choose(key, tenant.owner, adapter, prompt, len(outputs))
             self.routing += time.process_time() - began
             self.routed += 1
             assert replica is not None
             pool.replicas[replica].submit(Request(key, adapter, segments, outputs, answers, sent, drawn))
 
         def drawn() -> None:
-            pool.router.done(key)
+            router.done(key)
             pool.underway -= 1
             if pool.held_back:
                 owner, waiting = pool.held_back.popitem(last=False)
@@ -515,7 +534,7 @@ def main() -> None:
     print_table([run(*large, setup) for setup in LESS_SPREAD])
     small = _size(options, COMPARED_AT)
     print(f"\nRouting on {small[0]} GPUs, spread.\n")
-    print_table([run(*small, SPREAD._replace(name=policy, policy=policy)) for policy in POLICIES])
+    print_table([run(*small, setup) for setup in ROUTED])
     print(f"{time.perf_counter() - began:.0f} seconds in all.", file=sys.stderr)
 
 

@@ -150,7 +150,7 @@ class Jobs:
             set_={"turn": insert_turn.excluded.turn},
             where=turns.c.turn < insert_turn.excluded.turn,
         )
-        self._last_owner: dict[tuple[str, Lane], str] = {}
+        self._last_owner: dict[tuple[str, str], str] = {}
 
     # Submitting
 
@@ -257,8 +257,8 @@ class Jobs:
         pick: sa.Select[Any],
     ) -> dict[str, int]:
         """Requests and their turns: rounds over the owners, equal parts each round, until a limit or the end."""
-        where = {"base_model": base_model, "lane": lane}
-        owners = self._in_turn(connection, base_model, lane, limit)
+        where: dict[str, str] = {"base_model": base_model, "lane": lane}
+        owners = self._in_turn(connection, where, limit)
         taken = dict.fromkeys(owners, 0)
         picked: dict[str, int] = {}
         while owners and len(picked) < limit:
@@ -279,17 +279,16 @@ class Jobs:
             owners = unexhausted
         return picked
 
-    def _in_turn(self, connection: sa.Connection, base_model: str, lane: Lane, count: int) -> list[str]:
+    def _in_turn(self, connection: sa.Connection, where: Mapping[str, str], count: int) -> list[str]:
         """Owners with work, as many as can get something: with thousands of them, most have to wait for later claims.
 
         They begin after the owner who came last, so that nobody is left out for ever.
         """
-        last = self._last_owner.get((base_model, lane), "")
-        where = {"base_model": base_model, "lane": lane, "count": count}
-        owners = list(connection.scalars(_OWNERS, {**where, "after": last}))
+        last = self._last_owner.get((where["base_model"], where["lane"]), "")
+        owners = list(connection.scalars(_OWNERS, {**where, "after": last, "count": count}))
         if last and len(owners) < count:
             # Not compared with the last one here: a database may have an order of its own.
-            again = connection.scalars(_OWNERS, {**where, "after": ""})
+            again = connection.scalars(_OWNERS, {**where, "after": "", "count": count})
             owners = list(dict.fromkeys([*owners, *again]))[:count]
         return owners
 
