@@ -18,6 +18,7 @@ import sys
 import time
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -526,15 +527,20 @@ def main() -> None:
     began = time.perf_counter()
     sizes = SIZES if options.gpus is None else (options.gpus,)
     work = [(gpus, options.tenants or gpus * TENANTS_PER_GPU) for gpus in sizes]
-    run = partial(simulated, seed=options.seed, load=options.load)
-    print("Sizes. Waits are median and p99.\n")
-    print_table([run(*size, setup) for size in work for setup in (ONE_SERVER, SPREAD)])
-    large = _size(options, ABLATED_AT)
-    print(f"\nSpread over {large[0]} GPUs, without one thing.\n")
-    print_table([run(*large, setup) for setup in LESS_SPREAD])
-    small = _size(options, COMPARED_AT)
-    print(f"\nRouting on {small[0]} GPUs, spread.\n")
-    print_table([run(*small, setup) for setup in ROUTED])
+    simulate_one = partial(simulated, seed=options.seed, load=options.load)
+    large, small = _size(options, ABLATED_AT), _size(options, COMPARED_AT)
+    tables = {
+        "Sizes. Waits are median and p99.": [(*size, setup) for size in work for setup in (ONE_SERVER, SPREAD)],
+        f"Spread over {large[0]} GPUs, without one thing.": [(*large, setup) for setup in LESS_SPREAD],
+        f"Routing on {small[0]} GPUs, spread.": [(*small, setup) for setup in ROUTED],
+    }
+    with ProcessPoolExecutor() as processes:  # the longest first
+        runs = sorted({run for table in tables.values() for run in table}, key=lambda run: -run[0])
+        done = dict(zip(runs, processes.map(simulate_one, *zip(*runs, strict=True)), strict=True))
+    for title, table in tables.items():
+        print(f"{title}\n")
+        print_table([done[each] for each in table])
+        print()
     print(f"{time.perf_counter() - began:.0f} seconds in all.", file=sys.stderr)
 
 
