@@ -93,8 +93,13 @@ class Served:
         self._sampler.sample(tinsmith.ModelInput.from_ints(TOKENS), 1, ONE_TOKEN).result()
 
 
+class Running(NamedTuple):
+    url: str
+    pid: int
+
+
 @contextmanager
-def server(folder: Path, state: Path) -> Iterator[str]:
+def server(folder: Path, state: Path) -> Iterator[Running]:
     """`tinsmith serve` on a free port, as a user starts it."""
     command = [Path(sys.executable).with_name("tinsmith"), "serve", f"--model=tiny={folder}", "--port=0"]
     options = [f"--state={state}", "--device=cpu", "--dtype=float32"]
@@ -109,7 +114,7 @@ def server(folder: Path, state: Path) -> Iterator[str]:
         ready = re.match(r"Tinsmith is ready at (\S+)", process.stdout.readline())
         try:
             assert ready, "the server did not start"
-            yield ready[1]
+            yield Running(ready[1], process.pid)
         finally:
             process.terminate()
 
@@ -153,8 +158,8 @@ def main() -> None:
         folder = save_model(Path(name) / "model", "qwen3")
         bare = Bare(folder)
         with (
-            server(folder, Path(name) / "state") as url,
-            tinsmith.ServiceClient(base_url=url, api_key=harness.KEY) as client,
+            server(folder, Path(name) / "state") as running,
+            tinsmith.ServiceClient(base_url=running.url, api_key=harness.KEY) as client,
         ):
             served = Served(client)
             print_table(

@@ -59,6 +59,11 @@ class Postgres:
             self._process.wait(timeout=_START_SECONDS)
             self._process = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "it is not running"
+        return self._process.pid
+
     def new_database(self) -> str:
         """The URL of a fresh database."""
         name = f"test_{next(self._numbers)}"

@@ -5,7 +5,15 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.server.schedule import Served, TrainingJob, schedule
+from tinsmith.server.schedule import (
+    BARRIERS_OF_A_STEP,
+    MAX_BEGUN,
+    Served,
+    TrainingJob,
+    note_begun,
+    note_served,
+    schedule,
+)
 
 KINDS = ("forward_backward", "forward_backward", "forward_backward", "optim_step", "save_weights", "load_weights")
 NOTHING_SERVED = Served({}, {})
@@ -27,15 +35,17 @@ def run_to_the_end(jobs: list[TrainingJob], budget: int) -> list[tuple[TrainingJ
     """Batch after batch, with what was served counted as a worker counts it."""
     by_owner: dict[str, float] = defaultdict(float)
     by_model: dict[str, float] = defaultdict(float)
+    to_finish: dict[str, int] = {}
     left, batches = list(jobs), []
     while left:
-        batch = schedule(left, Served(by_owner, by_model), budget)
+        batch = schedule(left, Served(by_owner, by_model, to_finish), budget)
         assert batch, "jobs wait, but nothing runs"
         batches.append(batch)
         for job in batch:
             left.remove(job)
             by_owner[job.owner] += job.tokens
             by_model[job.model_id] += job.tokens
+        note_begun(to_finish, batch)
     return batches
 
 
@@ -86,5 +96,53 @@ def test_a_barrier_of_one_model_does_not_hold_up_another() -> None:
     assert schedule([step], NOTHING_SERVED, 100) == (step,)
 
 
+def a_step(owner: str, first: int, created: float) -> list[TrainingJob]:
+    kinds = ("forward_backward", "optim_step", "save_weights_for_sampler")
+    return [
+        TrainingJob(f"{owner}{first + place}", kind, owner, owner, first + place, 100 if place == 0 else 1, created)
+        for place, kind in enumerate(kinds)
+    ]
+
+
+def test_a_step_that_was_begun_is_finished_before_others_begin_theirs() -> None:
+    jobs = [job for place, owner in enumerate("abcdef") for job in a_step(owner, 1, float(place))]
+    order = [job.request_id for batch in run_to_the_end(jobs, budget=100) for job in batch]
+    assert order == [f"{owner}{seq_id}" for owner in "abcdef" for seq_id in (1, 2, 3)]
+
+
+def test_barriers_alone_do_not_keep_others_waiting() -> None:
+    data = TrainingJob("g0", "forward_backward", "greedy", "greedy", 0, 100, 0.0)
+    steps = [TrainingJob(f"g{i}", "optim_step", "greedy", "greedy", i, 1, 0.0) for i in range(1, 100)]
+    modest = TrainingJob("m1", "forward_backward", "modest", "modest", 1, 100, 1.0)
+    batches = run_to_the_end([data, *steps, modest], budget=100)
+    assert [modest in batch for batch in batches].index(True) <= 1 + BARRIERS_OF_A_STEP
+
+
+def test_what_is_known_of_steps_to_finish_is_bounded() -> None:
+    to_finish: dict[str, int] = {}
+    for number in range(3 * MAX_BEGUN):
+        note_begun(to_finish, [TrainingJob("r", "forward_backward", "o", f"model-{number}", 1, 1, 0.0)])
+    assert list(to_finish) == [f"model-{number}" for number in range(2 * MAX_BEGUN, 3 * MAX_BEGUN)]
+
+
 def test_nothing_waiting_gives_nothing() -> None:
     assert schedule([], NOTHING_SERVED, 100) == ()
+
+
+def test_a_long_time_alone_does_not_cost_a_long_time_in_company() -> None:
+    """After a thousand turns alone, whoever comes is ahead for some ten turns and not for a thousand."""
+    served: dict[str, float] = {}
+    for _ in range(1000):
+        note_served(served, [("ann", 10.0)])
+    turns = 0
+    while served.get("bob", 0.0) < served["ann"]:
+        note_served(served, [("bob", 10.0)])
+        turns += 1
+    assert turns <= 10
+
+
+def test_who_was_not_seen_for_long_is_forgotten() -> None:
+    served = {"ann": 1000.0}
+    for _ in range(500):
+        note_served(served, [("bob", 1.0)])
+    assert "ann" not in served

@@ -16,7 +16,7 @@ from tinsmith.server.store import StoreUnavailableError
 from tinsmith.server.store.models import Models
 from tinsmith.server.store.records import Done, Failed, NewSampler
 from tinsmith.server.store.samplers import Samplers
-from tinsmith.server.worker import Worker, note_served
+from tinsmith.server.worker import Worker
 
 
 def test_a_new_worker_goes_on_where_the_last_one_was(bench: Workbench) -> None:
@@ -264,22 +264,3 @@ def test_a_cancelled_sample_ends(bench: Workbench) -> None:
     with bench.worker():
         assert len(bench.tokens(bench.sample(sampler, 1, max_tokens=2))) == 2
     assert bench.store.results.statuses([endless])[endless].state == "cancelled"
-
-
-def test_a_long_time_alone_does_not_cost_a_long_time_in_company() -> None:
-    """After a thousand turns alone, whoever comes is ahead for some ten turns and not for a thousand."""
-    served: dict[str, float] = {}
-    for _ in range(1000):
-        note_served(served, [("ann", 10.0)])
-    turns = 0
-    while served.get("bob", 0.0) < served["ann"]:
-        note_served(served, [("bob", 10.0)])
-        turns += 1
-    assert turns <= 10
-
-
-def test_who_was_not_seen_for_long_is_forgotten() -> None:
-    served = {"ann": 1000.0}
-    for _ in range(500):
-        note_served(served, [("bob", 1.0)])
-    assert "ann" not in served

@@ -4,6 +4,10 @@ A model's jobs run in the order of their numbers. `forward_backward` jobs of one
 run together, and together with those of other models. Everything else (an optimizer step, a load, a save) is a barrier
 for its own model: it runs alone, after all that came before it. Owners are served in turn by what they have had so far,
 then models by the same rule, then the oldest job.
+
+The barriers that end a step pass this line: whoever was just served is last in it, so that with many owners each step
+would wait for all others three times, for its data, its optimizer step and its new weights, of which only the data take
+time. They are counted, so that nobody can keep others waiting with barriers alone.
 """
 
 from __future__ import annotations
@@ -11,9 +15,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
+from types import MappingProxyType
 from typing import NamedTuple
 
 BATCHED_KIND = "forward_backward"
+REMEMBERED = 0.9
+"""What was served counts less with every later turn: a long night alone must not cost the whole next day."""
+NEGLIGIBLE = 1e-6
+BARRIERS_OF_A_STEP = 2
+"""An optimizer step, and the new weights for a sampler."""
+MAX_BEGUN = 1024
+"""Models whose steps are known to be begun; of more, those that began first have to wait in the line."""
 
 
 class TrainingJob(NamedTuple):
@@ -35,6 +47,8 @@ class Served(NamedTuple):
 
     by_owner: Mapping[str, float]
     by_model: Mapping[str, float]
+    to_finish: Mapping[str, int] = MappingProxyType({})
+    """How many barriers of a model may pass the line, as part of the step that its data have begun."""
 
 
 def schedule(jobs: Iterable[TrainingJob], served: Served, token_budget: int) -> tuple[TrainingJob, ...]:
@@ -46,6 +60,26 @@ def schedule(jobs: Iterable[TrainingJob], served: Served, token_budget: int) -> 
     if fronts[0][0].is_barrier:
         return (fronts[0][0],)
     return _fill([front for front in fronts if not front[0].is_barrier], token_budget)
+
+
+def note_served(served: dict[str, float], amounts: Iterable[tuple[str, float]]) -> None:
+    """Adds to what each name was served lately, after forgetting a little of what it was served before."""
+    for name, amount in list(served.items()):
+        served[name] = amount * REMEMBERED
+        if served[name] < NEGLIGIBLE:
+            del served[name]
+    for name, amount in amounts:
+        served[name] = served.get(name, 0.0) + amount
+
+
+def note_begun(to_finish: dict[str, int], batch: Sequence[TrainingJob]) -> None:
+    """Data pay for the barriers that follow them, whatever of that is left from earlier data."""
+    for job in batch:
+        left = to_finish.pop(job.model_id, 0) - 1 if job.is_barrier else BARRIERS_OF_A_STEP
+        if left > 0:
+            to_finish[job.model_id] = left
+    for model_id in list(to_finish)[: max(0, len(to_finish) - MAX_BEGUN)]:
+        del to_finish[model_id]
 
 
 def _queues(jobs: Iterable[TrainingJob]) -> Mapping[str, list[TrainingJob]]:
@@ -64,8 +98,9 @@ def _front(queue: Sequence[TrainingJob]) -> list[TrainingJob]:
     return list(takewhile(lambda job: not job.is_barrier, queue))
 
 
-def _rank(job: TrainingJob, served: Served) -> tuple[float, float, float]:
-    return served.by_owner.get(job.owner, 0.0), served.by_model.get(job.model_id, 0.0), job.created
+def _rank(job: TrainingJob, served: Served) -> tuple[bool, float, float, float]:
+    finishes = job.is_barrier and served.to_finish.get(job.model_id, 0) > 0
+    return not finishes, served.by_owner.get(job.owner, 0.0), served.by_model.get(job.model_id, 0.0), job.created
 
 
 def _fill(fronts: Sequence[Sequence[TrainingJob]], token_budget: int) -> tuple[TrainingJob, ...]:

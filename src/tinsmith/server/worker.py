@@ -9,7 +9,7 @@ Jobs that kill their worker are dealt with in `suspects.py`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +29,7 @@ from tinsmith.server.full_disk import WaitError, WaitingForRoom, is_full
 from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import Drawn, Replay, SampleJob, WorkerSettings
 from tinsmith.server.sampling_weights import SamplingWeights
-from tinsmith.server.schedule import Served, TrainingJob, schedule
+from tinsmith.server.schedule import Served, TrainingJob, note_begun, note_served, schedule
 from tinsmith.server.shown import ShownSamples
 from tinsmith.server.snapshots import LostError
 from tinsmith.server.storage import open_storage
@@ -50,9 +50,6 @@ MAX_CLAIMED_TRAINING = 64
 MAX_CLAIMED_SAMPLES = 256
 MAX_CLAIMED_BYTES = 256 * 2**20
 """Of the payloads of each kind together; decoded they may be several times as large."""
-REMEMBERED = 0.9
-"""What was served counts less with every later turn: a long night alone must not cost the whole next day."""
-NEGLIGIBLE = 1e-6
 
 
 class Worker:
@@ -104,6 +101,7 @@ class Worker:
         self._token_news = TokenNews(engine.generator, tell_drawn)
         self._by_owner: dict[str, float] = {}
         self._by_model: dict[str, float] = {}
+        self._to_finish: dict[str, int] = {}
         self._spent: dict[str, float] = {}
         self._begun = set(forgiven)
         self._may_claim = True
@@ -211,7 +209,8 @@ class Worker:
             )
             for job in together(self._training.values())
         ]
-        batch = schedule(waiting, Served(self._by_owner, self._by_model), self._engine.batch_token_budget)
+        served = Served(self._by_owner, self._by_model, self._to_finish)
+        batch = schedule(waiting, served, self._engine.batch_token_budget)
         jobs = self._trainer.live.that_fit([self._training[job.request_id] for job in batch])
         self._begin(jobs)
         started = time.perf_counter()
@@ -224,6 +223,8 @@ class Worker:
             del self._training[job.request_id]
         note_served(self._by_owner, [(job.owner, job.size) for job in jobs])
         note_served(self._by_model, [(job.model_id or "", job.size) for job in jobs])
+        ran = {job.request_id for job in jobs}
+        note_begun(self._to_finish, [job for job in batch if job.request_id in ran])
         accepted = self._complete(outcomes, jobs)
         self._trainer.live.finished(jobs, accepted, time.perf_counter() - started)
         self._may_claim = True  # the next jobs of these models
@@ -409,16 +410,6 @@ class Worker:
 
 def _payload_bytes(jobs: Mapping[str, Job]) -> int:
     return sum(len(job.payload) for job in jobs.values())
-
-
-def note_served(served: dict[str, float], amounts: Iterable[tuple[str, float]]) -> None:
-    """Adds to what each name was served lately, after forgetting a little of what it was served before."""
-    for name, amount in list(served.items()):
-        served[name] = amount * REMEMBERED
-        if served[name] < NEGLIGIBLE:
-            del served[name]
-    for name, amount in amounts:
-        served[name] = served.get(name, 0.0) + amount
 
 
 def seeded(params: SamplingParams, request_id: str) -> SamplingParams:

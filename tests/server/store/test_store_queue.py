@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.server.store.making import DONE, MODEL, SAMPLER, Clock, at_once, new_model, sample, seq_ids, training
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store import Store
+from tinsmith.server.store.jobs import _OWNERS
 from tinsmith.server.store.records import Cancelled, Done, Expired, Failed, NewJob, Outcome, Submission
 
 EVERYTHING = 10_000
@@ -216,12 +217,25 @@ def test_an_owner_with_a_long_queue_does_not_delay_another(store: Store) -> None
     assert sorted(owners) == ["ann"] * 7 + ["bob"] * 3
 
 
-def test_when_owners_outnumber_the_limit_all_come_to_their_turn(store: Store) -> None:
-    names = [f"owner-{number}" for number in range(5)]
+@pytest.mark.parametrize(
+    "names", [[f"owner-{number}" for number in range(5)], ["Zoe", "ann", "Ärger", "_x", "bob"]], ids=["plain", "odd"]
+)
+def test_when_owners_outnumber_the_limit_all_come_to_their_turn(store: Store, names: list[str]) -> None:
     for owner, seq_id in itertools.product(names, range(4)):
         store.jobs.enqueue(sample(seq_id, owner=owner, sampler_id=f"{owner}:sample:0"))
     rounds = [store.jobs.claim("tiny", "w", sample=2)[:] for _ in range(5)]
     assert sorted(job.owner for jobs in rounds for job in jobs) == sorted(names * 2)
+
+
+def test_a_claim_looks_for_no_more_owners_than_can_get_something(store: Store) -> None:
+    """With ten thousand of them, finding all took most of the time of a claim."""
+    for number in range(50):
+        store.jobs.enqueue(sample(0, owner=f"owner-{number:02}", sampler_id=f"{number}:sample:0"))
+    where = {"base_model": "tiny", "lane": "sample", "after": "owner-40"}
+    found = store._database.read(lambda connection: [*connection.scalars(_OWNERS, {**where, "count": 3})])
+    assert found == ["owner-41", "owner-42", "owner-43"]
+    rest = store._database.read(lambda connection: [*connection.scalars(_OWNERS, {**where, "count": 100})])
+    assert rest == [f"owner-{number}" for number in range(41, 50)]
 
 
 def test_a_model_with_a_long_queue_does_not_delay_another_of_its_owner(store: Store) -> None:

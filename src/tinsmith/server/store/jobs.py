@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from bisect import bisect_right
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -44,12 +43,17 @@ _RUNNING = jobs.c.state == sa.literal_column("'running'")
 
 
 def _owners_with_work() -> sa.Select[str]:
-    """Every owner once, each found by one step in the index however many jobs the owner has."""
-    found = sa.select(_first_owner(jobs.alias()).label("owner")).cte("found", recursive=True)
+    """The owners after one of them, each once and in order, `count` at most.
+
+    Each is found by one step in the index however many jobs the owner has, and no more steps are taken than asked for.
+    """
+    first = jobs.alias()
+    found = sa.select(_first_owner(first, first.c.owner > sa.bindparam("after")).label("owner"))
+    owners = found.cte("found", recursive=True)
     later = jobs.alias()
-    following = _first_owner(later, later.c.owner > found.c.owner)
-    found = found.union_all(sa.select(following).where(found.c.owner.is_not(None)))
-    return sa.select(found.c.owner).where(found.c.owner.is_not(None))
+    following = _first_owner(later, later.c.owner > owners.c.owner)
+    owners = owners.union_all(sa.select(following).where(owners.c.owner.is_not(None)))
+    return sa.select(owners.c.owner).where(owners.c.owner.is_not(None)).limit(sa.bindparam("count"))
 
 
 def _first_owner(table: sa.FromClause, *conditions: sa.ColumnElement[bool]) -> sa.ScalarSelect[str]:
@@ -146,7 +150,7 @@ class Jobs:
             set_={"turn": insert_turn.excluded.turn},
             where=turns.c.turn < insert_turn.excluded.turn,
         )
-        self._last_owner: dict[tuple[str, Lane], str] = {}
+        self._last_owner: dict[tuple[str, str], str] = {}
 
     # Submitting
 
@@ -253,8 +257,8 @@ class Jobs:
         pick: sa.Select[Any],
     ) -> dict[str, int]:
         """Requests and their turns: rounds over the owners, equal parts each round, until a limit or the end."""
-        where = {"base_model": base_model, "lane": lane}
-        owners = self._rotated(base_model, lane, sorted(connection.scalars(_OWNERS, where)))
+        where: dict[str, str] = {"base_model": base_model, "lane": lane}
+        owners = self._in_turn(connection, where, limit)
         taken = dict.fromkeys(owners, 0)
         picked: dict[str, int] = {}
         while owners and len(picked) < limit:
@@ -275,10 +279,18 @@ class Jobs:
             owners = unexhausted
         return picked
 
-    def _rotated(self, base_model: str, lane: Lane, owners: list[str]) -> list[str]:
-        """Begin after the owner who came last, so that nobody is left out for ever when the limit is small."""
-        start = bisect_right(owners, self._last_owner.get((base_model, lane), ""))
-        return owners[start:] + owners[:start]
+    def _in_turn(self, connection: sa.Connection, where: Mapping[str, str], count: int) -> list[str]:
+        """Owners with work, as many as can get something: with thousands of them, most have to wait for later claims.
+
+        They begin after the owner who came last, so that nobody is left out for ever.
+        """
+        last = self._last_owner.get((where["base_model"], where["lane"]), "")
+        owners = list(connection.scalars(_OWNERS, {**where, "after": last, "count": count}))
+        if last and len(owners) < count:
+            # Not compared with the last one here: a database may have an order of its own.
+            again = connection.scalars(_OWNERS, {**where, "after": "", "count": count})
+            owners = list(dict.fromkeys([*owners, *again]))[:count]
+        return owners
 
     def complete(
         self, worker: str, outcomes: Mapping[str, Outcome], events: Mapping[str, NewEvent] = _NO_EVENTS
