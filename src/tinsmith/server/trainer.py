@@ -20,7 +20,7 @@ from tinsmith.server.engine.adapters import Adapter, AdapterSpec, layout_of
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.engine import free_memory as free_device_memory
+from tinsmith.server.engine.room import free_memory as free_device_memory
 from tinsmith.server.engine.train import RowOutput
 from tinsmith.server.full_disk import Disk, DiskFullError, WaitError, is_full
 from tinsmith.server.live_models import LiveModels
