@@ -1,4 +1,7 @@
-"""A server whose training is shared by two processes gives what one gives, also when one of them dies."""
+"""A server whose training is shared by two processes gives what one gives, also when one of them dies.
+
+It does not matter whether each of them has the whole base model, or a shard of its layers.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ RESULT_SECONDS = 120.0
 STEP = tinsmith.AdamParams(learning_rate=1e-3, eps=1e-6)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=["never", "always"], ids=["whole", "sharded"])
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]
+) -> Iterator[ServerProcess]:
     folders = {MODEL: models[MODEL]}
-    with ServerProcess(tmp_path_factory.mktemp("shared"), folders, "--train-workers=2") as running:
+    options = "--train-workers=2", f"--shard-base={request.param}"
+    with ServerProcess(tmp_path_factory.mktemp("shared"), folders, *options) as running:
         yield running
         members = members_of(running)
     wait_until(lambda: not any(Path(f"/proc/{member}/cmdline").exists() for member in members), 30, "a member is left")
@@ -62,6 +68,15 @@ def finished(server: ServerProcess, model: Any, futures: list[Any]) -> tuple[lis
     return losses, load_file(folder / "adapter_model.safetensors")
 
 
+def drawn(model: Any) -> list[list[int]]:
+    """What the model says now."""
+    sampler = model.save_weights_and_get_sampling_client()
+    params = tinsmith.SamplingParams(max_tokens=16, seed=3, temperature=1.0)
+    prompt = tinsmith.ModelInput.from_ints([5, 6, 7, 8])
+    result = sampler.sample(prompt, num_samples=2, sampling_params=params).result(timeout=RESULT_SECONDS)
+    return [list(sequence.tokens) for sequence in result.sequences]
+
+
 def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shared: ServerProcess) -> None:
     alone, together = new_model(server), new_model(shared)
     futures = submit(together)
@@ -75,5 +90,6 @@ def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shar
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
+    assert drawn(together) == drawn(alone)
     assert "Rank 1 of the training group is gone: its process ended by signal 9 (SIGKILL)" in shared.log()
     assert killed not in members_of(shared)

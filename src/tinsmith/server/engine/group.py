@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import numpy as np
 import torch
 
 from tinsmith.errors import ConfigError
@@ -46,6 +47,8 @@ from tinsmith.server.engine.train import RowOutput
 _FINGERPRINT_TOKENS = 8
 _SAME_WEIGHTS = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """How far apart the same hidden state may be on two kinds of hardware, as a share of its size."""
+_SAME_NORM = 1e-9
+"""The same for the norm of a matrix, which is computed in float64."""
 
 
 class MemberError(RuntimeError):
@@ -211,7 +214,13 @@ def hello(engine: Engine) -> Hello:
     tokens = torch.arange(min(_FINGERPRINT_TOKENS, model.shape.vocab_size), device=model.device)
     with torch.no_grad():
         hidden = model.hidden(tokens, tokens, PackedCausal([len(tokens)]), None)
-    return Hello(repr(model.shape), str(model.compute_dtype), hidden[-1].float().tolist(), engine.train_token_budget)
+    return Hello(
+        shape=repr(model.shape),
+        dtype=str(model.compute_dtype),
+        fingerprint=hidden[-1].float().tolist(),
+        token_budget=engine.train_token_budget,
+        norms=[] if model.shards is None else model.shards.norms,
+    )
 
 
 def _check_same(own: Hello, theirs: Hello, rank: int) -> None:
@@ -220,7 +229,8 @@ def _check_same(own: Hello, theirs: Hello, rank: int) -> None:
         raise ConfigError(f"Rank {rank} of the training group has {differing}; give all the same model and dtype.")
     mine, other = torch.tensor(own.fingerprint), torch.tensor(theirs.fingerprint)
     tolerance = next(share for dtype, share in _SAME_WEIGHTS.items() if str(dtype) == own.dtype)
-    if not float((mine - other).norm()) <= tolerance * float(mine.norm()):
+    is_close = float((mine - other).norm()) <= tolerance * float(mine.norm())
+    if not (is_close and np.allclose(own.norms, theirs.norms, rtol=_SAME_NORM, atol=0)):
         raise ConfigError(
             f"Rank {rank} of the training group has other weights of the base model than the leader; give all the same "
             "model folder, in the same version."

@@ -47,6 +47,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """A hidden state of the base model: other weights give another one."""
     token_budget: int
     """Of its micro-batches."""
+    norms: list[float]
+    """Of its matrices, where layers are sharded: hidden states show no difference there, since all have a part in them."""
 
 
 class SharedAdapter(msgspec.Struct, frozen=True, array_like=True):

@@ -79,6 +79,8 @@ class ShardedLayers:
         self.wait_for_all = wait_for_all
         """To be called when all layers were taken: loading may take others longer than anything later."""
         self._layers: list[_Layer] = []
+        self.norms: list[float] = []
+        """Of each matrix, as this process has read it: what it gathers later is a mixture of what all have read."""
         self._passes: deque[bool] = deque()
         self._steps: deque[int] = deque()
         """Of this pass: the layers that are still to be gathered, in order."""
@@ -95,6 +97,7 @@ class ShardedLayers:
 
     def take(self, matrices: Sequence[Matrix]) -> None:
         """Keep a shard of each, of the next layer; from now on they are empty until they are gathered."""
+        self.norms += [float(torch.linalg.vector_norm(matrix.plain(), dtype=torch.float64)) for matrix in matrices]
         self._layers.append(_Layer(matrices, self._mesh))
 
     @property
