@@ -68,13 +68,17 @@ def finished(server: ServerProcess, model: Any, futures: list[Any]) -> tuple[lis
     return losses, load_file(folder / "adapter_model.safetensors")
 
 
-def drawn(model: Any) -> list[list[int]]:
-    """What the model says now."""
+def drawing(model: Any) -> list[Any]:
+    """What the model says now: several long samples."""
     sampler = model.save_weights_and_get_sampling_client()
-    params = tinsmith.SamplingParams(max_tokens=16, seed=3, temperature=1.0)
     prompt = tinsmith.ModelInput.from_ints([5, 6, 7, 8])
-    result = sampler.sample(prompt, num_samples=2, sampling_params=params).result(timeout=RESULT_SECONDS)
-    return [list(sequence.tokens) for sequence in result.sequences]
+    params = [tinsmith.SamplingParams(max_tokens=100, seed=seed, stop=[]) for seed in range(20)]
+    return [sampler.sample(prompt, num_samples=1, sampling_params=each) for each in params]
+
+
+def drawn(samples: list[Any]) -> list[list[int]]:
+    results = [sample.result(timeout=RESULT_SECONDS) for sample in samples]
+    return [list(sequence.tokens) for result in results for sequence in result.sequences]
 
 
 def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shared: ServerProcess) -> None:
@@ -90,6 +94,14 @@ def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shar
     assert weights.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
-    assert drawn(together) == drawn(alone)
     assert "Rank 1 of the training group is gone: its process ended by signal 9 (SIGKILL)" in shared.log()
     assert killed not in members_of(shared)
+
+
+def test_a_member_killed_while_the_worker_samples_costs_only_time(server: ServerProcess, shared: ServerProcess) -> None:
+    expected, samples = drawing(new_model(server)), drawing(new_model(shared))
+    samples[0].result(timeout=RESULT_SECONDS)
+    (killed,) = members_of(shared)
+    os.kill(killed, signal.SIGKILL)
+    assert drawn(samples) == drawn(expected)
+    wait_until(lambda: killed not in members_of(shared), 30, "the member was not replaced")

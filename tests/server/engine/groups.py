@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import torch
 
 from tests.server.engine.faulty_member import live
 from tinsmith.server.engine.channels import Channel, Group, open_meeting
@@ -19,11 +20,13 @@ from tinsmith.server.messages import MemberSettings
 from tinsmith.server.soundness import try_engine
 
 HOST = "127.0.0.1"
+# Two processes may share a GPU where gloo, which goes through the host, carries everything.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 START_SECONDS = 120
 
 # Importing torch takes longer than everything that a test wants of a member: one process does it for all of them.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["tests.server.engine.faulty_member"])
+_PROCESSES.set_forkserver_preload(["tests.server.engine.faulty_member", "torch.distributed.fsdp"])
 
 
 class Started(NamedTuple):
@@ -51,7 +54,7 @@ def group_of(
             shard_base,
             Seat(meeting, 0, size, HOST, "gloo"),
             str(folder),
-            "cpu",
+            DEVICE,
             "float32",
             train_tokens=budget,
             kv_tokens=None,
@@ -59,7 +62,7 @@ def group_of(
         )
         if shards is not None:
             stack.callback(shards.close)
-        engine = GroupEngine.open(folder, "cpu", "float32", train_token_budget=budget, shards=shards)
+        engine = GroupEngine.open(folder, DEVICE, "float32", train_token_budget=budget, shards=shards)
         if shards is not None:
             try_engine(engine)  # as the members do, who need our shards for it
         group = Group(meeting, 0, size, HOST, seconds=START_SECONDS)
@@ -73,7 +76,7 @@ def _settings(
     return MemberSettings(
         base_model="tiny",
         folder=str(folder),
-        device="cpu",
+        device=DEVICE,
         dtype="float32",
         train_token_budget=budget,
         rank=rank,

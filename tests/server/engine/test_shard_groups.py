@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.server.engine.faulty_member import FILLS_MEMORY, IS_KILLED, STOPS
-from tests.server.engine.groups import group_of
+from tests.server.engine.groups import DEVICE, group_of
 from tests.server.engine.oracle import assert_close, gradients, new_adapter, policy_row
 from tests.server.engine.test_engine_training import assert_same_outputs, run
 from tests.server.engine.test_group import assert_trains_like, first_token, in_both
@@ -31,13 +31,13 @@ from tinsmith.server.engine.sharding import BrokenShardsError
 
 @pytest.fixture(scope="module")
 def alone(tiny_folder: Path) -> Engine:
-    return Engine.open(tiny_folder, "cpu", "float32", train_token_budget=64)
+    return Engine.open(tiny_folder, DEVICE, "float32", train_token_budget=64)
 
 
 def test_three_train_like_one_engine_though_nothing_divides_by_three(tmp_path: Path) -> None:
     """With biases, norms of heads, a tied unembedding and layers without rotary embedding it is the same."""
     folder = save_model(tmp_path / "smollm3", "smollm3", attention_bias=True, mlp_bias=True)
-    reference = Engine.open(folder, "cpu", "float32", train_token_budget=64)
+    reference = Engine.open(folder, DEVICE, "float32", train_token_budget=64)
     with group_of(3, folder, shard_base="always") as group:
         assert_trains_like(group.engine, reference)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.server.engine.faulty_member import FAILS
-from tests.server.engine.groups import Started, group_of
+from tests.server.engine.groups import DEVICE, Started, group_of
 from tests.server.engine.oracle import assert_close, gradients, new_adapter, policy_row
 from tests.server.engine.test_engine_training import assert_same_outputs, bad, failing, mixed_rows, run
 from tests.server.engine.test_generate import OTHER, PROMPT, sample, work
@@ -33,7 +33,7 @@ UNEMBEDDING_ALONE = {"train_attn": False, "train_mlp": False}
 
 @pytest.fixture(scope="module")
 def alone(tiny_folder: Path) -> Engine:
-    return Engine.open(tiny_folder, "cpu", "float32", train_token_budget=64)
+    return Engine.open(tiny_folder, DEVICE, "float32", train_token_budget=64)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def storage_bytes(shards: ShardedLayers) -> int:
 
 def test_a_matrix_cannot_be_used_while_its_layer_is_not_gathered(pair: Started) -> None:
     with pytest.raises(RuntimeError):
-        pair.engine.model.layers[0].qkv.product(torch.zeros(1, pair.engine.model.shape.hidden_size))
+        pair.engine.model.layers[0].qkv.product(torch.zeros(1, pair.engine.model.shape.hidden_size, device=DEVICE))
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------

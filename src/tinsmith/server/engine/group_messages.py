@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     token_budget: int
     """Of its micro-batches."""
     norms: list[float]
-    """Of its matrices, where layers are sharded: hidden states show no difference there, since all have a part in them."""
+    """Of its matrices, where layers are sharded: there hidden states show nothing, since all have a part in them."""
 
 
 class SharedAdapter(msgspec.Struct, frozen=True, array_like=True):
