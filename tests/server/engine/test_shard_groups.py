@@ -91,6 +91,22 @@ def test_when_memory_runs_out_anywhere_all_begin_again_with_smaller_micro_batche
     assert_close(gradients(ours), gradients(theirs), rtol=1e-5)
 
 
+def test_a_process_without_memory_for_the_others_sake_says_that_it_keeps_them_waiting(
+    tiny_folder: Path, alone: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(layer: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with group_of(2, tiny_folder, shard_base="always") as group:
+        monkeypatch.setattr("tinsmith.server.engine.sharding._Layer.gather", full)
+        with pytest.raises(BrokenShardsError, match="full"):
+            group.engine.forward_backward(in_both(new_adapter(alone.model), 5))
+        assert group.engine.model.shards is not None
+        assert group.engine.model.shards.keeps_others_waiting
+        with pytest.raises(BrokenGroupError):
+            group.engine.forward_backward(in_both(new_adapter(alone.model), 5))
+
+
 def test_members_with_other_layers_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
     """Gathered, they are the same mixture everywhere."""
     other = tmp_path / "other"
@@ -115,7 +131,7 @@ def test_auto_shards_only_if_somebody_cannot_hold_the_whole_model(
     with group_of(2, tiny_folder, shard_base="auto") as group:
         assert group.engine.model.shards is None
         run(group.engine, in_both(adapter, 5))
-    monkeypatch.setattr(shard_group, "free_memory", lambda device: 100_000)  # of the leader alone
+    monkeypatch.setattr(shard_group, "available_memory", lambda device: 100_000)  # of the leader alone
     with group_of(2, tiny_folder, shard_base="auto") as group:
         assert group.engine.model.shards is not None
         run(group.engine, in_both(adapter, 5))

@@ -60,6 +60,8 @@ class _Member:
             with shards.together([False]):
                 pass
         except BrokenShardsError:
+            if shards.keeps_others_waiting:
+                raise
             # The leader judges by the ending of whoever was lost; we end with the leader.
             _log.exception("a pass of the leader failed")
 
@@ -93,7 +95,10 @@ class _Member:
             outputs = self._outputs(share, adapters)
         except BadExampleError as bad:
             return Answer(refusal=refusal_of(bad))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the leader has to know
+        except Exception as error:
+            shards = self._engine.model.shards
+            if shards is not None and shards.keeps_others_waiting:
+                raise
             _log.exception("a share of %d rows failed", len(share.rows))
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             return Answer(failure=f"{type(error).__name__}: {error}", is_out_of_memory=is_out_of_memory)

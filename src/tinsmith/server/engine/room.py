@@ -1,7 +1,8 @@
 """How much memory a base model takes on a device, and how much there is.
 
-Footprint       a model that is whole, by its shape: weights, and what training and sampling take at least
-free_memory     of a device, now
+Footprint           a model that is whole, by its shape: weights, and what training and sampling take at least
+free_memory         of a device, now
+available_memory    the same, with what the system would give up for us: files that it keeps in memory
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tinsmith.server import memory
 from tinsmith.server.engine.model import ModelShape
 
 MIN_TOKENS = 256
@@ -70,3 +72,7 @@ def free_memory(device: torch.device) -> int:
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory(device: torch.device) -> int:
+    return free_memory(device) if device.type == "cuda" else memory.available_memory()

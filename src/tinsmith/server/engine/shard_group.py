@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tinsmith.server.engine.channels import Backend, gloo_options
 from tinsmith.server.engine.engine import choose_device, choose_dtype
 from tinsmith.server.engine.model import ModelShape
-from tinsmith.server.engine.room import Footprint, free_memory
+from tinsmith.server.engine.room import Footprint, available_memory
 from tinsmith.server.engine.sharding import ShardedLayers
 from tinsmith.server.engine.weights import read_config
 
@@ -87,7 +87,7 @@ def shards_for(
         return None
     place = choose_device(device)
     footprint = Footprint(ModelShape.from_config(read_config(Path(folder))), choose_dtype(dtype, place), place.type)
-    own = Place(seat.host, place.type, free_memory(place), footprint.at_least(train_tokens, kv_tokens))
+    own = Place(seat.host, place.type, available_memory(place), footprint.at_least(train_tokens, kv_tokens))
     seat.meeting.set(f"place {seat.rank}", msgspec.msgpack.encode(own))
     places = [msgspec.msgpack.decode(seat.meeting.get(f"place {rank}"), type=Place) for rank in range(seat.size)]
     smallest = too_small(places)

@@ -88,6 +88,8 @@ class ShardedLayers:
         self._whole: int | None = None
         self._is_in_step = False
         self._broken_by: BaseException | None = None
+        self.keeps_others_waiting = False
+        """Whether there was no memory even for their sake: then only the end of this process tells them."""
         self.announce: Callable[[], None] = lambda: None
         """Called before a pass forward of which the other processes have not been told."""
 
@@ -145,9 +147,13 @@ class ShardedLayers:
         self._steps = deque([*range(last + 1), *(range(last - 1, -1, -1) if self._goes_back else ())])
 
     def _keep_up(self) -> None:
-        while self._passes:
-            self.next_pass()
-        self._finish_pass()
+        try:
+            while self._passes:
+                self.next_pass()
+            self._finish_pass()
+        except torch.OutOfMemoryError as error:
+            self._broken_by, self.keeps_others_waiting = error, True
+            raise BrokenShardsError(error) from error
 
     def _finish_pass(self) -> None:
         while self._steps:
