@@ -1,4 +1,7 @@
-"""A server whose training is shared by two processes gives what one gives, also when one of them dies."""
+"""A server whose training is shared by two processes gives what one gives, also when one of them dies.
+
+It does not matter whether each of them has the whole base model, or a shard of its layers.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,13 @@ RESULT_SECONDS = 120.0
 STEP = tinsmith.AdamParams(learning_rate=1e-3, eps=1e-6)
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]) -> Iterator[ServerProcess]:
+@pytest.fixture(scope="module", params=["never", "always"], ids=["whole", "sharded"])
+def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, models: Mapping[str, Path]
+) -> Iterator[ServerProcess]:
     folders = {MODEL: models[MODEL]}
-    with ServerProcess(tmp_path_factory.mktemp("shared"), folders, "--train-workers=2") as running:
+    options = "--train-workers=2", f"--shard-base={request.param}"
+    with ServerProcess(tmp_path_factory.mktemp("shared"), folders, *options) as running:
         yield running
         members = members_of(running)
     wait_until(lambda: not any(Path(f"/proc/{member}/cmdline").exists() for member in members), 30, "a member is left")
@@ -62,6 +68,19 @@ def finished(server: ServerProcess, model: Any, futures: list[Any]) -> tuple[lis
     return losses, load_file(folder / "adapter_model.safetensors")
 
 
+def drawing(model: Any) -> list[Any]:
+    """What the model says now: several long samples."""
+    sampler = model.save_weights_and_get_sampling_client()
+    prompt = tinsmith.ModelInput.from_ints([5, 6, 7, 8])
+    params = [tinsmith.SamplingParams(max_tokens=100, seed=seed, stop=[]) for seed in range(20)]
+    return [sampler.sample(prompt, num_samples=1, sampling_params=each) for each in params]
+
+
+def drawn(samples: list[Any]) -> list[list[int]]:
+    results = [sample.result(timeout=RESULT_SECONDS) for sample in samples]
+    return [list(sequence.tokens) for result in results for sequence in result.sequences]
+
+
 def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shared: ServerProcess) -> None:
     alone, together = new_model(server), new_model(shared)
     futures = submit(together)
@@ -77,3 +96,12 @@ def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shar
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
     assert "Rank 1 of the training group is gone: its process ended by signal 9 (SIGKILL)" in shared.log()
     assert killed not in members_of(shared)
+
+
+def test_a_member_killed_while_the_worker_samples_costs_only_time(server: ServerProcess, shared: ServerProcess) -> None:
+    expected, samples = drawing(new_model(server)), drawing(new_model(shared))
+    samples[0].result(timeout=RESULT_SECONDS)
+    (killed,) = members_of(shared)
+    os.kill(killed, signal.SIGKILL)
+    assert drawn(samples) == drawn(expected)
+    wait_until(lambda: killed not in members_of(shared), 30, "the member was not replaced")

@@ -257,7 +257,7 @@ def small_memory(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> list[int]
     """How many models were in memory after each step."""
     adapter = bench.engine.create_adapter(AdapterSpec(rank=2, seed=1))
     room = ROOM * 4 * adapter.weights.nbytes
-    monkeypatch.setattr(trainer, "available_memory", lambda: room / trainer.SHARE_OF_MEMORY)
+    monkeypatch.setattr(trainer, "available_memory", lambda device: room / trainer.SHARE_OF_MEMORY)
     counts: list[int] = []
     real = LiveModels.finished
 

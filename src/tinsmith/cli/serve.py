@@ -132,6 +132,13 @@ from tinsmith.cli.output import emit
     help="Processes that share the training of each model; on GPUs, each has one of its own.",
 )
 @click.option(
+    "--shard-base",
+    type=click.Choice(["auto", "always", "never"]),
+    default="auto",
+    show_default=True,
+    help="Whether each of these processes holds only a part of the base model; auto: if the whole does not fit.",
+)
+@click.option(
     "--deterministic",
     is_flag=True,
     help="On a GPU: a result is the same to the last bit in any batch, in training and sampling alike; slower.",
@@ -179,6 +186,7 @@ def command(
     device: str,
     dtype: str,
     train_workers: int,
+    shard_base: str,
     deterministic: bool,
     log_format: str,
     log_level: str,
@@ -218,6 +226,7 @@ def command(
             device=device,  # type: ignore[arg-type]
             dtype=dtype,  # type: ignore[arg-type]
             train_workers=train_workers,
+            shard_base=shard_base,  # type: ignore[arg-type]
             deterministic=deterministic,
             log_format=log_format,  # type: ignore[arg-type]
             log_level=log_level,  # type: ignore[arg-type]

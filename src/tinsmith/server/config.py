@@ -14,6 +14,7 @@ from tinsmith.server.models import ModelSource
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
+ShardBase: TypeAlias = Literal["auto", "always", "never"]
 
 DATABASE_FILE = "tinsmith.db"
 """In the state folder, unless there is a database elsewhere."""
@@ -62,6 +63,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     train_workers: int = 1
     """Processes that share the training of each model, all on this machine."""
+
+    shard_base: ShardBase = "auto"
+    """Whether each of them has a shard of the base model's layers; `auto` means where a whole one does not fit."""
 
     stall_seconds: int = 3600
     """How long one step of an engine may take, a micro-batch at the most, before its worker is started anew."""
@@ -129,6 +133,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         for number, key in enumerate(self.api_keys, start=1):
             if not key.startswith("tml-"):  # it is not told: what is no key may be a password
                 raise ConfigError(f"The API key number {number} must start with 'tml-': clients send no others.")
+
+        self._check_sharding()
+
+    def _check_sharding(self) -> None:
+        if self.shard_base != "always":
+            return
+        if self.train_workers == 1:
+            raise ConfigError(
+                "shard_base is 'always', but train_workers is 1: there is nobody to share the base model with. Start "
+                "with --train-workers 2 or more, or without --shard-base."
+            )
+        if self.device == "mps":
+            raise ConfigError(
+                "shard_base is 'always', but the device is 'mps', where layers cannot be gathered. Use --device cpu, "
+                "or leave --shard-base out."
+            )
 
     @property
     def database_url(self) -> str:

@@ -13,12 +13,15 @@ import msgspec
 
 from tinsmith.server.engine.channels import Channel, Group, LostPeerError, choose_backend, open_meeting
 from tinsmith.server.engine.group import GroupEngine
+from tinsmith.server.engine.shard_group import Seat, shards_for
+from tinsmith.server.engine.sharding import ShardedLayers
 from tinsmith.server.messages import MemberSettings, WorkerSettings
 
 MEMBER_MODULE = "tinsmith.server.member_process"
 START_SECONDS = 1800
 """For the slowest to load its model, when all read the same disk."""
 STOP_SECONDS = 10
+LEADER = 0
 _HOST = "127.0.0.1"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -38,9 +41,23 @@ class Members:
         self._are_wanted = True
         self._processes = [self._start(rank) for rank in range(1, self._size)]
 
+    def shards(self) -> ShardedLayers | None:
+        """Before the leader loads its model: where its layers are to go, unless all processes hold all of them."""
+        settings = self._settings
+        return shards_for(
+            settings.shard_base,
+            Seat(self._meeting, LEADER, self._size, _HOST, self._backend),
+            settings.folder,
+            settings.device,
+            settings.dtype,
+            train_tokens=settings.train_token_budget,
+            kv_tokens=settings.kv_tokens,
+            seconds=settings.stall_seconds,
+        )
+
     def meet(self, engine: GroupEngine) -> None:
         """When the leader has loaded its model; returns when all others have, too."""
-        group = Group(self._meeting, 0, self._size, _HOST, self._backend, seconds=START_SECONDS)
+        group = Group(self._meeting, LEADER, self._size, _HOST, self._backend, seconds=START_SECONDS)
         engine.lead([Channel(group, rank, seconds=self._settings.stall_seconds) for rank in range(1, self._size)])
 
     def dismiss(self, engine: GroupEngine) -> None:
@@ -88,6 +105,8 @@ class Members:
             meeting_port=self._meeting.port,
             backend=self._backend,
             start_seconds=START_SECONDS,
+            shard_base=settings.shard_base,
+            stall_seconds=settings.stall_seconds,
             log_format=settings.log_format,
             log_level=settings.log_level,
         )

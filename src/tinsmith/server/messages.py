@@ -27,6 +27,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     train_token_budget: int | None = None
     train_workers: int = 1
     """Processes that train together, this one included."""
+    shard_base: Literal["auto", "always", "never"] = "never"
+    """Whether each of them has a shard of the base model's layers instead of all of them."""
     stall_seconds: float = 3600
     replay_bound_seconds: float = 60
     max_checkpoint_bytes: int | None = None
@@ -53,6 +55,9 @@ class MemberSettings(msgspec.Struct, frozen=True, kw_only=True):
     meeting_port: int
     backend: Literal["gloo", "nccl"] = "gloo"
     start_seconds: float = 600
+    shard_base: Literal["auto", "always", "never"] = "never"
+    stall_seconds: float = 3600
+    """How long another process may keep this one waiting for its shard of a layer."""
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
 

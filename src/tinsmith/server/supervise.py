@@ -102,6 +102,7 @@ def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
         kv_tokens=config.kv_tokens,
         train_token_budget=config.train_token_budget,
         train_workers=config.train_workers,
+        shard_base=config.shard_base,
         stall_seconds=config.stall_seconds,
         replay_bound_seconds=config.replay_bound_seconds,
         log_format=config.log_format,

@@ -20,12 +20,11 @@ from tinsmith.server.engine.adapters import Adapter, AdapterSpec, layout_of
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.engine.engine import Engine
-from tinsmith.server.engine.engine import free_memory as free_device_memory
+from tinsmith.server.engine.room import available_memory
 from tinsmith.server.engine.train import RowOutput
 from tinsmith.server.full_disk import Disk, DiskFullError, WaitError, is_full
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.logs import of_job
-from tinsmith.server.memory import available_memory
 from tinsmith.server.messages import Replay, WorkerSettings
 from tinsmith.server.reasons import reason
 from tinsmith.server.sampling_weights import SamplingWeights
@@ -127,7 +126,7 @@ class Trainer:
             self._replay,
             tell_replay,
             replay_bound=settings.replay_bound_seconds,
-            max_bytes=int(SHARE_OF_MEMORY * _free_memory(engine)),
+            max_bytes=int(SHARE_OF_MEMORY * available_memory(engine.model.device)),
         )
         self._run_one: Mapping[str, Callable[[Job], WireModel]] = {
             "create_model": self._create_model,
@@ -442,11 +441,6 @@ def _row(job: Job, request: TrainingRequest, datum: Datum, adapter: Adapter, gra
         graph=graph,
         job=job.request_id,
     )
-
-
-def _free_memory(engine: Engine) -> int:
-    device = engine.model.device
-    return free_device_memory(device) if device.type == "cuda" else available_memory()
 
 
 def _spec(model: Model) -> AdapterSpec:

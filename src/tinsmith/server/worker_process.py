@@ -26,6 +26,7 @@ from tinsmith.server import logs
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine, choose_threads
 from tinsmith.server.engine.group import GroupEngine
+from tinsmith.server.engine.sharding import ShardedLayers
 from tinsmith.server.full_disk import is_full
 from tinsmith.server.members import Members
 from tinsmith.server.messages import Drawn, Figure, Message, Replay, WorkerSettings
@@ -173,7 +174,8 @@ def _opened_engine(settings: WorkerSettings) -> Iterator[Engine]:
         return
     with _telling_why_not():
         members = Members(settings, _end_like)
-    engine = _tried_engine(settings, GroupEngine)
+        shards = members.shards()
+    engine = _tried_engine(settings, GroupEngine, shards)
     with _telling_why_not():
         members.meet(engine)
     yield engine
@@ -188,7 +190,7 @@ def _end_like(rank: int, status: int) -> None:
     os._exit(max(1, status))
 
 
-def _tried_engine(settings: WorkerSettings, kind: type[E]) -> E:
+def _tried_engine(settings: WorkerSettings, kind: type[E], shards: ShardedLayers | None = None) -> E:
     """An engine after a first try: weights that do not fit their config.json show only when they are used."""
     with _telling_why_not():
         give_way(settings.device)
@@ -199,6 +201,7 @@ def _tried_engine(settings: WorkerSettings, kind: type[E]) -> E:
             train_token_budget=settings.train_token_budget,
             kv_tokens=settings.kv_tokens,
             deterministic=settings.deterministic,
+            shards=shards,
         )
         choose_threads(engine.model, settings.train_workers)
         try_engine(engine)

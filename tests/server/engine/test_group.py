@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.server.engine.faulty_member import FAILS, FILLS_MEMORY, IS_KILLED, STOPS
-from tests.server.engine.groups import Started, group_of
+from tests.server.engine.groups import DEVICE, Started, group_of
 from tests.server.engine.oracle import assert_close, gradients, new_adapter, policy_row
 from tests.server.engine.test_engine_training import (
     assert_same_outputs,
@@ -35,7 +35,7 @@ from tinsmith.types import AdamParams
 
 @pytest.fixture(scope="module")
 def alone(tiny_folder: Path) -> Engine:
-    return Engine.open(tiny_folder, "cpu", "float32", train_token_budget=64)
+    return Engine.open(tiny_folder, DEVICE, "float32", train_token_budget=64)
 
 
 @pytest.fixture(scope="module")

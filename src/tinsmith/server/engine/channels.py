@@ -73,6 +73,14 @@ def find_meeting(host: str, port: int, *, seconds: float) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds))
 
 
+def gloo_options(host: str, seconds: float) -> Any:
+    """For a process that listens at one address alone; left to itself, gloo would take any."""
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=seconds)
+    return options
+
+
 class Group:
     def __init__(
         self, meeting: Any, rank: int, size: int, host: str, backend: Backend = "gloo", *, seconds: float
@@ -81,9 +89,7 @@ class Group:
 
         `host` is the address at which the others find this process.
         """
-        on_host = dist.ProcessGroupGloo._Options()
-        on_host._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        on_host._timeout = timedelta(seconds=seconds)
+        on_host = gloo_options(host, seconds)
         self._by_device = {"cpu": dist.ProcessGroupGloo(dist.PrefixStore("gloo", meeting), rank, size, on_host)}
         if backend == "nccl":
             on_gpus = dist.ProcessGroupNCCL.Options()

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -22,10 +21,12 @@ from torch import Tensor
 
 from tinsmith.errors import ConfigError, InvalidInputError
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
-from tinsmith.server.engine.batch import Example, TrainRow, check_row, pack
+from tinsmith.server.engine.batch import Example, MicroBatch, TrainRow, check_row, pack
 from tinsmith.server.engine.generate import Generator
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.optim import adamw_step
+from tinsmith.server.engine.room import MIN_TOKENS, Footprint, free_memory
+from tinsmith.server.engine.sharding import ShardedLayers, Turns
 from tinsmith.server.engine.steps import has_kernels
 from tinsmith.server.engine.train import BadExampleError, RowOutput, run_micro_batch
 from tinsmith.server.engine.transfer import download, wait_for
@@ -36,7 +37,6 @@ _log = logging.getLogger(__name__)
 
 # Beyond this many tokens a micro-batch gets no faster; it only needs more memory.
 _USEFUL_TOKENS = {"cuda": 32768, "cpu": 1024}
-_MIN_TOKENS = 256
 # Waking a thread takes some 100 microseconds; until then one core is through with the few rows of a decode step.
 _WORTH_A_THREAD = 2**17
 _USEFUL_KV_TOKENS = 2**20
@@ -87,9 +87,14 @@ class Engine:
         train_token_budget: int | None = None,
         kv_tokens: int | None = None,
         deterministic: bool = False,
+        shards: ShardedLayers | None = None,
     ) -> Self:
+        """With `shards`, of the layers only those of this process stay; then all of its group open the same model."""
         place = choose_device(device)
-        model = load_model(Path(folder), place, choose_dtype(dtype, place), deterministic=deterministic)
+        chosen = choose_dtype(dtype, place)
+        model = load_model(Path(folder), place, chosen, deterministic=deterministic, shards=shards)
+        if shards is not None:
+            shards.wait_for_all()
         if deterministic:
             check_deterministic(model)
         return cls(model, train_token_budget, kv_tokens, end_of_text(Path(folder)))
@@ -170,17 +175,40 @@ class Engine:
 
     def compute(self, examples: Sequence[Example], before: SavedGradients) -> dict[int, RowOutput]:
         """The outputs by the index of their row; their gradients are added to those that were there `before`."""
+        if self.model.shards is not None:
+            return self.compute_in_step(examples)
         while True:
             try:
-                return self._run(examples)
+                return self._run(pack(examples, self.train_token_budget))
             except torch.OutOfMemoryError:
                 before.restore()
                 if not self._could_halve_token_budget():
                     raise
 
-    def _run(self, examples: Sequence[Example]) -> dict[int, RowOutput]:
+    def compute_in_step(self, examples: Sequence[Example], turns: Turns | None = None) -> dict[int, RowOutput]:
+        """The same where layers are sharded: as many passes as all other processes make at this moment.
+
+        Without `turns` they all do the same as this one. If memory runs out, they have to begin again together.
+        """
+        shards = self.model.shards
+        assert shards is not None
+        batches = pack(examples, self.train_token_budget)
+        turns = turns or Turns.of([batches])
+
+        def own() -> Iterator[MicroBatch]:
+            for batch in turns.placed(batches):
+                shards.next_pass()
+                if batch is None:
+                    self.on_progress()
+                else:
+                    yield batch
+
+        with shards.together(turns.passes):
+            return self._run(own())
+
+    def _run(self, batches: Iterable[MicroBatch]) -> dict[int, RowOutput]:
         passes = []
-        for batch in pack(examples, self.train_token_budget):
+        for batch in batches:
             # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
             recompute = batch.num_tokens > self.train_token_budget
             self.on_progress()
@@ -206,7 +234,7 @@ class Engine:
         return norms
 
     def _could_halve_token_budget(self) -> bool:
-        if self.train_token_budget <= _MIN_TOKENS:
+        if self.train_token_budget <= MIN_TOKENS:
             return False
         torch.cuda.empty_cache()
         self.train_token_budget //= 2
@@ -299,35 +327,22 @@ def choose_threads(model: Transformer, num_processes: int = 1) -> None:
 
 def automatic_token_budget(model: Transformer) -> int:
     """How many tokens to train on at once: as many as are useful, within a share of the free memory."""
-    share = _SHARE_FOR_TRAINING.get(model.device.type, 0.25) * free_memory(model.device)
-    affordable = int(share / _activation_bytes_per_token(model))
-    return max(_MIN_TOKENS, min(affordable, _USEFUL_TOKENS.get(model.device.type, 1024)))
+    share = _SHARE_FOR_TRAINING.get(model.device.type, 0.25) * _free_for(model)
+    affordable = int(share / _footprint(model).activations_per_token)
+    return max(MIN_TOKENS, min(affordable, _USEFUL_TOKENS.get(model.device.type, 1024)))
 
 
 def automatic_kv_tokens(model: Transformer) -> int:
     """How many tokens the sampler may keep: one whole context at least, beyond it what a share of memory holds."""
-    shape = model.shape
-    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * model.compute_dtype.itemsize
-    affordable = int(_SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * free_memory(model.device) / per_token)
-    return max(shape.max_context, min(affordable, _USEFUL_KV_TOKENS))
+    share = _SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * _free_for(model)
+    affordable = int(share / _footprint(model).cache_per_token)
+    return max(model.shape.max_context, min(affordable, _USEFUL_KV_TOKENS))
 
 
-def free_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _footprint(model: Transformer) -> Footprint:
+    return Footprint(model.shape, model.compute_dtype, model.device.type)
 
 
-def _activation_bytes_per_token(model: Transformer) -> int:
-    """What the layers keep for the backward pass: two float32 residuals, the inputs of all products, attention.
-
-    Of the heads as they come, turned, and attended; of the inner layer gate and up and, on a CPU, the activation.
-    """
-    shape = model.shape
-    width_of_heads = 3 * shape.head_dim * (shape.num_heads + shape.num_kv_heads)
-    num_inner = 2 if model.device.type == "cuda" else 3
-    products = 2 * shape.hidden_size + num_inner * shape.intermediate_size + width_of_heads
-    per_layer = 8 * shape.hidden_size + model.compute_dtype.itemsize * products
-    size: int = shape.num_layers * per_layer
-    return size
+def _free_for(model: Transformer) -> int:
+    """Layers that are gathered need room, too."""
+    return free_memory(model.device) - (0 if model.shards is None else model.shards.gathered_bytes)

@@ -480,6 +480,8 @@ def _decoder_for(model: Transformer, pool: KvPool, blocks: Blocks) -> Decoder:
         from tinsmith.server.engine.gpu.fixed import FixedDecoder
 
         return FixedDecoder(model, pool)
+    if model.shards is not None:
+        return PlainDecoder(model, pool)  # a GPU's own keeps its adapters below the matrices, in their memory
     size = model.shape.head_dim
     # The kernels' tiles are as wide as a head, and tiles are powers of two.
     if model.device.type == "cuda" and has_kernels() and size >= 16 and size & (size - 1) == 0:

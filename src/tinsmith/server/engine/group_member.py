@@ -13,15 +13,18 @@ from tinsmith.server.engine.engine import Engine, SavedGradients
 from tinsmith.server.engine.group import hello
 from tinsmith.server.engine.group_messages import (
     Answer,
+    Dismissal,
+    JoinPass,
     Share,
     SharedAdapter,
-    decode,
+    decode_order,
     encode,
     examples_of,
     packed_output,
     refusal_of,
 )
-from tinsmith.server.engine.train import BadExampleError
+from tinsmith.server.engine.sharding import BrokenShardsError
+from tinsmith.server.engine.train import BadExampleError, RowOutput
 
 _log = logging.getLogger(__name__)
 
@@ -33,10 +36,14 @@ def serve(engine: Engine, leader: Channel, check: Callable[[], None] = lambda: N
     """
     member = _Member(engine, leader)
     engine.on_progress = leader.beat
-    leader.send(encode(hello(engine.model)))
-    while (share := decode(Share, leader.receive())).rows:
-        if member.answer(share).failure:
+    leader.send(encode(hello(engine)))
+    while not isinstance(order := decode_order(leader.receive()), Dismissal):
+        if isinstance(order, JoinPass):
+            member.join_pass()
+        elif member.answer(order).failure:
             check()
+    if engine.model.shards is not None:
+        engine.model.shards.close()
 
 
 class _Member:
@@ -45,6 +52,18 @@ class _Member:
         self._leader = leader
         self._adapters: dict[int, Adapter] = {}
         """Those of the last share, by the version of their weights: however many the leader has, it is one batch."""
+
+    def join_pass(self) -> None:
+        shards = self._engine.model.shards
+        assert shards is not None
+        try:
+            with shards.together([False]):
+                pass
+        except BrokenShardsError:
+            if shards.keeps_others_waiting:
+                raise
+            # The leader judges by the ending of whoever was lost; we end with the leader.
+            _log.exception("a pass of the leader failed")
 
     def answer(self, share: Share) -> Answer:
         self._adapters = {each.version: self._adapter(each) for each in share.adapters}
@@ -73,14 +92,25 @@ class _Member:
         """An error here is an answer, too: the leader knows what to do about it."""
         num_before = self._engine.num_micro_batches
         try:
-            outputs = self._engine.compute(examples_of(share, adapters), SavedGradients(adapters))
+            outputs = self._outputs(share, adapters)
         except BadExampleError as bad:
             return Answer(refusal=refusal_of(bad))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the leader has to know
+        except Exception as error:
+            shards = self._engine.model.shards
+            if shards is not None and shards.keeps_others_waiting:
+                raise
             _log.exception("a share of %d rows failed", len(share.rows))
-            return Answer(failure=f"{type(error).__name__}: {error}")
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            return Answer(failure=f"{type(error).__name__}: {error}", is_out_of_memory=is_out_of_memory)
         return Answer(
             outputs=[packed_output(index, output) for index, output in outputs.items()],
             trained=sorted({row.adapter for row in share.rows if row.backward}),
             num_batches=self._engine.num_micro_batches - num_before,
         )
+
+    def _outputs(self, share: Share, adapters: list[Adapter]) -> dict[int, RowOutput]:
+        examples = examples_of(share, adapters)
+        if share.in_step is None:
+            return self._engine.compute(examples, SavedGradients(adapters))
+        self._engine.train_token_budget = share.in_step.token_budget
+        return self._engine.compute_in_step(examples, share.in_step.turns)

@@ -1,8 +1,10 @@
 """What a leader and the members of its training group say to each other, besides the tensors of adapters.
 
-    Hello     a member's first word: which model it has
-    Share     rows to compute; after it come the weights that the member does not have
-    Answer    what came of them; after it come the gradients of the adapters that were trained
+    Hello        a member's first word: which model it has
+    Share        rows to compute; after it come the weights that the member does not have
+    Answer       what came of them; after it come the gradients of the adapters that were trained
+    JoinPass     the leader goes through the layers alone, and needs the member's shards of them; there is no answer
+    Dismissal    the leader's last word
 
 Rows travel as checked examples, exactly as the leader would compute them.
 """
@@ -22,11 +24,12 @@ from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.batch import Example
 from tinsmith.server.engine.custom_graph import CustomLoss
 from tinsmith.server.engine.losses import LOSSES
+from tinsmith.server.engine.sharding import Turns
 from tinsmith.server.engine.train import BadExampleError, RowOutput
 from tinsmith.types import CustomLossGraph
 from tinsmith.wire import json
 
-M = TypeVar("M", bound="Hello | Share | Answer")
+M = TypeVar("M", bound="Hello | Answer")
 
 _NAMES = {id(loss): name for name, loss in LOSSES.items()}
 
@@ -42,6 +45,10 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     dtype: str
     fingerprint: list[float]
     """A hidden state of the base model: other weights give another one."""
+    token_budget: int
+    """Of its micro-batches."""
+    norms: list[float]
+    """Of its matrices, where layers are sharded: there hidden states show nothing, since all have a part in them."""
 
 
 class SharedAdapter(msgspec.Struct, frozen=True, array_like=True):
@@ -65,12 +72,27 @@ class SharedRow(msgspec.Struct, frozen=True, array_like=True):
     config: dict[str, float]
 
 
-class Share(msgspec.Struct, frozen=True, array_like=True):
-    """One without rows is the last."""
+class InStep(msgspec.Struct, frozen=True, array_like=True):
+    """How a share is computed where layers are sharded."""
 
+    turns: Turns
+    token_budget: int
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, tag=True):
     adapters: list[SharedAdapter] = []
     custom_losses: list[bytes] = []
     rows: list[SharedRow] = []
+    """None only where layers are sharded: the others need the shards of this member."""
+    in_step: InStep | None = None
+
+
+class JoinPass(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Dismissal(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
 
 
 class Output(msgspec.Struct, frozen=True, array_like=True):
@@ -97,14 +119,21 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     refusal: Refusal | None = None
     failure: str = ""
     """What went wrong, if it was no row's fault."""
+    is_out_of_memory: bool = False
+    """Whether that was it."""
 
 
-def encode(message: Hello | Share | Answer) -> bytes:
+def encode(message: Hello | Share | Answer | JoinPass | Dismissal) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
 def decode(kind: type[M], data: bytes) -> M:
     return msgspec.msgpack.decode(data, type=kind)
+
+
+def decode_order(data: bytes) -> Share | JoinPass | Dismissal:
+    """What a leader says to a member."""
+    return msgspec.msgpack.decode(data, type=Share | JoinPass | Dismissal)
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
@@ -115,7 +144,7 @@ def adapters_of(examples: Sequence[Example]) -> list[Adapter]:
     return list({id(example.adapter): example.adapter for example in examples}.values())
 
 
-def share_of(examples: Sequence[Example], known_versions: frozenset[int]) -> Share:
+def share_of(examples: Sequence[Example], known_versions: frozenset[int], in_step: InStep | None = None) -> Share:
     adapters = adapters_of(examples)
     places = {id(adapter): place for place, adapter in enumerate(adapters)}
     losses: dict[tuple[int, ...], CustomLoss] = {}
@@ -144,6 +173,7 @@ def share_of(examples: Sequence[Example], known_versions: frozenset[int]) -> Sha
         ],
         custom_losses=[json.encode(CustomLossGraph(nodes=list(loss.nodes))) for loss in losses.values()],
         rows=[row(example) for example in examples],
+        in_step=in_step,
     )
 
 

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from tinsmith.server.engine.lora import AnyRows, linear
 from tinsmith.server.engine.mlp import mlp
 from tinsmith.server.engine.products import Matrix
 from tinsmith.server.engine.steps import Turn, add_norm
+
+if TYPE_CHECKING:
+    from tinsmith.server.engine.sharding import ShardedLayers
 
 FAMILIES = ("llama", "qwen2", "qwen3", "smollm3")
 _DEFAULT_THETA = {"smollm3": 2000000.0}
@@ -207,6 +210,10 @@ class Layer:
     gate_up: Matrix
     down: Matrix
 
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.output, self.gate_up, self.down
+
 
 @dataclass(frozen=True, eq=False)
 class Transformer:
@@ -217,6 +224,8 @@ class Transformer:
     head: Matrix  # [vocab, hidden]; the embedding if tied
     deterministic: bool = False
     """Whether a row's result is the same to the last bit in any batch, and in training and sampling alike."""
+    shards: ShardedLayers | None = None
+    """Where the matrices of the layers come from, if they are not here all the time."""
 
     @property
     def device(self) -> torch.device:
@@ -234,14 +243,26 @@ class Transformer:
         With `recompute`, the backward pass computes each layer once more instead of keeping what is inside it: a third
         slower, for rows too long to keep everything.
         """
+        if self.shards is None or self.shards.is_in_step:
+            return self._hidden(tokens, positions, attend, lora, recompute)
+        with self.shards.announced():
+            return self._hidden(tokens, positions, attend, lora, recompute)
+
+    def _hidden(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, lora: AnyRows | None, recompute: bool
+    ) -> Tensor:
         x = functional.embedding(tokens, self.embedding).float()
         delta: Tensor | None = None
         turn = self._turn(positions)
         for index in range(len(self.layers)):
+            if self.shards is not None:
+                x, delta = self.shards.enter(index, x, delta)
             if recompute and torch.is_grad_enabled():
                 x, delta = checkpoint(self._layer, index, x, delta, turn, attend, lora, use_reentrant=False)
             else:
                 x, delta = self._layer(index, x, delta, turn, attend, lora)
+            if self.shards is not None:
+                x, delta = self.shards.leave(index, x, delta)
         return self._add_norm(x, delta, self.final_norm)[1]
 
     def logits(self, hidden: Tensor, lora: AnyRows | None) -> Tensor:

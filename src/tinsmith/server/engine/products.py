@@ -22,11 +22,14 @@ _WORTH_PACKING = 2**16
 class Matrix:
     """[out, in], with an optional bias; never changed and never trained."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False) -> None:
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, *, deterministic: bool = False, stays: bool = True
+    ) -> None:
+        """One that does not stay may be `let_go`, and is laid out as it came, since it may come often."""
         self.shape = weight.shape
         self.dtype = weight.dtype
         self.bias = bias
-        self._is_packed = _can_pack(weight)
+        self._is_packed = stays and _can_pack(weight)
         self._weight = _packed(weight) if self._is_packed else weight
         self._transposed: Tensor | None = None
         self._with_room: Tensor | None = None
@@ -75,6 +78,14 @@ class Matrix:
         if self._transposed is None:  # a model that only samples never needs it
             self._transposed = _packed(self.plain().t().contiguous())
         return _multiply(dy, self._transposed, None)
+
+    def let_go(self) -> None:
+        """Until it is held again, there are no products."""
+        self._weight = self._weight.new_empty(0)
+
+    def hold(self, weight: Tensor) -> None:
+        """The same weight as before, in other memory."""
+        self._weight = weight
 
     def plain(self) -> Tensor:
         return self._weight.to_dense() if self._is_packed else self._weight

@@ -16,25 +16,36 @@ from torch import Tensor
 from tinsmith.errors import ConfigError
 from tinsmith.server.engine.model import Layer, ModelShape, Transformer
 from tinsmith.server.engine.products import Matrix
+from tinsmith.server.engine.sharding import ShardedLayers
 
 
 def load_model(
-    folder: Path, device: torch.device | str, compute_dtype: torch.dtype, *, deterministic: bool = False
+    folder: Path,
+    device: torch.device | str,
+    compute_dtype: torch.dtype,
+    *,
+    deterministic: bool = False,
+    shards: ShardedLayers | None = None,
 ) -> Transformer:
-    """Read a model folder; matrices that share their input are laid together, so that one product computes them."""
+    """Read a model folder; matrices that share their input are laid together, so that one product computes them.
+
+    With `shards`, only those of one layer are ever whole.
+    """
     shape = ModelShape.from_config(read_config(folder))
     with ExitStack() as stack:
         tensors = _Tensors(folder, stack, torch.device(device), compute_dtype)
         matrix = partial(Matrix, deterministic=deterministic)
+        of_layer = partial(matrix, stays=shards is None)
         embedding = tensors.matrix("model.embed_tokens.weight")
         tied = shape.tie_embeddings or "lm_head.weight" not in tensors
         return Transformer(
             shape=shape,
             embedding=embedding,
-            layers=[_layer(tensors, shape, f"model.layers.{index}.", matrix) for index in range(shape.num_layers)],
+            layers=list(_layers(tensors, shape, of_layer, shards)),
             final_norm=tensors.vector("model.norm.weight"),
             head=matrix(embedding if tied else tensors.matrix("lm_head.weight")),
             deterministic=deterministic,
+            shards=shards,
         )
 
 
@@ -109,6 +120,16 @@ def _weight_files(folder: Path) -> Iterator[Path]:
             f"{folder} has neither model.safetensors nor model.safetensors.index.json; convert the weights to "
             "safetensors, or choose a release that has them."
         )
+
+
+def _layers(
+    tensors: _Tensors, shape: ModelShape, make: Callable[..., Matrix], shards: ShardedLayers | None
+) -> Iterator[Layer]:
+    for index in range(shape.num_layers):
+        layer = _layer(tensors, shape, f"model.layers.{index}.", make)
+        if shards is not None:
+            shards.take(layer.matrices)
+        yield layer
 
 
 def _layer(tensors: _Tensors, shape: ModelShape, prefix: str, make: Callable[..., Matrix]) -> Layer:
