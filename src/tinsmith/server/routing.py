@@ -4,7 +4,8 @@ A replica that has drawn a sample holds its adapter, and keys and values of its 
 they hold: the router remembers what it sent where, so it may be wrong, and a wrong guess costs a transfer or a prefill.
 What it remembers is bounded, and the longest unused goes first, as in the caches themselves.
 
-Everything follows from the calls and their order: no clock, no random numbers. A choice costs O(replicas x log blocks).
+Everything follows from the calls and their order: no clock, no random numbers. A choice looks at the load of every
+replica, and at the blocks of those that hold the adapter.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Candidate(NamedTuple):
 
 def pick(candidates: Iterable[Candidate]) -> str:
     """Of those not much busier than the least busy one: who holds most, then who has least to do, then the first."""
-    candidates = list(candidates)
+    candidates = tuple(candidates)
     bound = most_load(min(each.load for each in candidates))
     return min((each for each in candidates if each.load <= bound), key=lambda each: (-each.held, each.load)).replica
 
@@ -79,6 +80,8 @@ class Router:
         self._max_known_blocks = max_known_blocks
         self._known: dict[str, OrderedDict[int, None]] = {}
         """Of each living replica the keys it holds, the longest unused first."""
+        self._holders: dict[int, dict[str, None]] = {}
+        """Who holds an adapter, by its key: all others hold nothing of a prompt."""
         self._loads: dict[str, int] = {}
         self._underway: dict[str, tuple[str, int]] = {}
         """Where each request is, with how many samples."""
@@ -99,7 +102,8 @@ class Router:
 
     def gone(self, replica: str) -> list[str]:
         """The requests that were underway there, in the order in which they were sent."""
-        self._known.pop(replica, None)
+        for key in self._known.pop(replica, ()):
+            self._forget_holder(key, replica)
         self._loads.pop(replica, None)
         lost = [request_id for request_id, (where, _) in self._underway.items() if where == replica]
         for request_id in lost:
@@ -118,9 +122,9 @@ class Router:
         if not self._known:
             return None
         keys = prefix_keys(owner, adapter, prompt)[: self._max_known_blocks]
-        replica = pick(
-            Candidate(name, _num_held(keys, known), self._loads[name]) for name, known in self._known.items()
-        )
+        least_busy = min(self._loads, key=self._loads.__getitem__)
+        replicas = {**self._holders.get(keys[0], {}), least_busy: None}
+        replica = pick(Candidate(name, _num_held(keys, self._known[name]), self._loads[name]) for name in replicas)
         self._remember(replica, keys)
         self._loads[replica] += samples
         self._underway[request_id] = replica, samples
@@ -138,12 +142,18 @@ class Router:
         for key in reversed(keys):
             known[key] = None
             known.move_to_end(key)
+        self._holders.setdefault(keys[0], {})[replica] = None
         while len(known) > self._max_known_blocks:
-            known.popitem(last=False)
+            key, _ = known.popitem(last=False)
+            self._forget_holder(key, replica)
+
+    def _forget_holder(self, key: int, replica: str) -> None:
+        if (holders := self._holders.get(key)) is not None:
+            del holders[replica]
+            if not holders:
+                del self._holders[key]
 
 
 def _num_held(keys: Sequence[int], known: Mapping[int, None]) -> int:
     """How many keys are known from the first one on. There are no holes, so halving finds the first unknown one."""
-    if not keys or keys[0] not in known:
-        return 0
     return bisect_left(keys, True, key=lambda key: key not in known)

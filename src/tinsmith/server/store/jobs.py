@@ -205,8 +205,8 @@ class Jobs:
         which we work for now.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
-        and within an owner the streams take turns. One worker at a time claims training for a base model, and one what is
-        for a `replica`.
+        and within an owner the streams take turns. One worker at a time claims training for a base model, and one what
+        is for a `replica`.
         """
         rooms: dict[Lane, tuple[int, int]] = {"train": (train, train_bytes), "sample": (sample, sample_bytes)}
         where = {"base_model": base_model, "replica": replica}
@@ -359,7 +359,7 @@ class Jobs:
         return cancelled
 
     def strays(self, base_model: str, replicas: Collection[str]) -> list[Stray]:
-        """Samples that wait for none of these replicas, the oldest of them: they are for one that is gone, or for none."""
+        """Samples that wait for none of these replicas, the oldest of them: theirs is gone, or they never had one."""
         query = (
             sa.select(jobs.c.request_id, jobs.c.owner, jobs.c.sampler_id)
             .where(_QUEUED, jobs.c.turn.is_not(None), jobs.c.base_model == base_model, jobs.c.lane == "sample")
