@@ -61,7 +61,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one training micro-batch; `None` means as many as fit."""
 
     train_workers: int = 1
-    """Processes that share the training of each model, all on this machine."""
+    """Processes that share the training of each model, all on one machine."""
+
+    ray: str = ""
+    """The address of a Ray cluster that the workers are placed on, or `auto`; empty means processes on this machine."""
+
+    sample_workers: int = 0
+    """On Ray: workers that only sample, for each model, while another one trains. At 0 one worker does both."""
+
+    worker_cpus: int = 1
+    """On Ray: what each process of a worker asks for."""
 
     stall_seconds: int = 3600
     """How long one step of an engine may take, a micro-batch at the most, before its worker is started anew."""
@@ -126,6 +135,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ConfigError(f"Two models have the same name: {', '.join(names)}. Use NAME=FOLDER to rename one.")
+        if self.sample_workers and not self.ray:
+            raise ConfigError("--sample-workers is for workers on a Ray cluster: give its address with --ray, or auto.")
         for number, key in enumerate(self.api_keys, start=1):
             if not key.startswith("tml-"):  # it is not told: what is no key may be a password
                 raise ConfigError(f"The API key number {number} must start with 'tml-': clients send no others.")

@@ -111,6 +111,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line that a worker writes: every second, and if only to say that it is there."""
 
     ready: bool = False
+    where: str = ""
+    """The machine that the worker is on."""
     done: tuple[str, ...] = ()
     """Jobs that have just finished."""
     replay: Replay | None = None

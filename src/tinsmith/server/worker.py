@@ -27,14 +27,15 @@ from tinsmith.server.engine.stopping import Decode
 from tinsmith.server.full_disk import WaitError, WaitingForRoom, is_full
 from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import Drawn, Replay, SampleJob, WorkerSettings
+from tinsmith.server.recovery import put_back
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, schedule
 from tinsmith.server.shown import ShownSamples
 from tinsmith.server.storage import open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.jobs import PLACE_END
-from tinsmith.server.store.records import Cancelled, Done, Failed, Job, Outcome
-from tinsmith.server.suspects import epitaph, max_attempts, together
+from tinsmith.server.store.records import Cancelled, Done, Job, Outcome
+from tinsmith.server.suspects import together
 from tinsmith.server.token_news import TokenNews
 from tinsmith.server.trainer import PROTOBUF, Trainer, refused, server_failure
 from tinsmith.server.watchdog import Watchdog
@@ -167,21 +168,10 @@ class Worker:
 
     def _recover(self) -> None:
         """Done at the start alone: a worker that ends late would put back what its successor is working on."""
-        status = self._last_status
-        over = self._store.jobs.requeue(
-            self._base_model,
-            max_attempts=max_attempts(status),
-            error=epitaph(status),
-            forgiven=self._begun,
-            place=self._place,
-        )
+        recovered = put_back(self._store, self._base_model, self._last_status, place=self._place, forgiven=self._begun)
         self._begun.clear()
-        self._tell_done(over)
-        known = self._store.results.statuses(over).values()
-        given_up = [each for each in known if isinstance(each.outcome, Failed)]
-        self._metrics.gave_up(len(given_up))
-        for event in filter(None, map(audit.given_up, given_up)):
-            self._store.audit.record(event)
+        self._tell_done(recovered.over)
+        self._metrics.gave_up(recovered.num_given_up)
 
     def _look(self) -> None:
         """Takes new jobs from the store, and drops what nobody wants any more."""

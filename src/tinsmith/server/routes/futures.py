@@ -128,9 +128,12 @@ def _why_paused(call: Call, status: Status) -> str | None:
     if status.base_model is None:
         return None
     workers = call.services.workers
-    if not workers.is_ready(status.base_model):
+    if not workers.is_ready(status.base_model, "sample" if status.kind == "sample" else "train"):
         is_served = status.base_model in call.services.models
-        return f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
+        return (
+            workers.held_up(status.base_model, "")
+            or f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
+        )
     stream = status.request_id.rpartition(":")[0]
     return workers.held_up(status.base_model, stream) or _replay(workers.replay(status.base_model), status)
 
