@@ -120,7 +120,13 @@ class Crew:
         loads = self._router.loads
         return [
             WorkerState(
-                place or "worker", keeper.settings.role, keeper.where, keeper.is_ready, keeper.problem, loads.get(place)
+                place or "worker",
+                keeper.settings.role,
+                keeper.where,
+                keeper.process,
+                keeper.is_ready,
+                keeper.problem,
+                loads.get(place),
             )
             for place, keeper in self._keepers.items()
         ]

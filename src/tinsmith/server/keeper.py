@@ -72,8 +72,8 @@ class Keeper:
         """Set when the worker is ready, or was given up."""
         self.last_status: int | None = None
         """How the last worker ended that was ready; `None` if there was none."""
-        self.where = ""
-        """The machine that it is on, if that is another one."""
+        self.where, self.process = "", 0
+        """The machine that it is on, and its process there, if it says so."""
         self.told = Told()
         self.replay: Replay | None = None
         """How far a model is that is being built again."""
@@ -219,7 +219,7 @@ class Keeper:
             log.warning("The worker of %s printed %r.", self._name, line[:200], extra=self._whose)
             return
         if message.where:
-            self.where = message.where
+            self.where, self.process = message.where, message.process
         elif message.ready:
             self.is_ready = True
             await self._changed(is_ready=True)

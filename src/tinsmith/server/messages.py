@@ -112,7 +112,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ready: bool = False
     where: str = ""
-    """The machine that the worker is on."""
+    process: int = 0
+    """The machine that the worker is on, and the id of its process there."""
     done: tuple[str, ...] = ()
     """Jobs that have just finished."""
     replay: Replay | None = None

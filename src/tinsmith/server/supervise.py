@@ -33,6 +33,7 @@ class WorkerProcesses:
         self._missing = missing or {}
         self._lives = lives or LivesHere()
         self._starting: asyncio.Task[None] | None = None
+        self._is_starting = asyncio.Event()
         self._notices: list[Callable[[Sequence[str]], None]] = []
         self._drawn_notices: list[Callable[[Sequence[Drawn]], None]] = []
         self._crews = {
@@ -82,6 +83,7 @@ class WorkerProcesses:
     async def start(self) -> None:
         """Returns at once; `ready` waits for it, and has its errors."""
         self._starting = asyncio.create_task(self._start())
+        self._is_starting.set()
 
     async def _start(self) -> None:
         await self._lives.prepare()
@@ -90,8 +92,9 @@ class WorkerProcesses:
 
     async def ready(self) -> None:
         """Waits until every worker has loaded its model or was given up; an error if there is none left to serve."""
-        if self._starting is not None:
-            await self._starting
+        await self._is_starting.wait()
+        assert self._starting is not None
+        await self._starting
         crews = self._crews.values()
         await asyncio.gather(*(crew.settled() for crew in crews))
         problems = [crew.problem for crew in crews if crew.problem is not None]

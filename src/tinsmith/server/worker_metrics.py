@@ -223,7 +223,8 @@ class WorkerState(NamedTuple):
     name: str
     role: Role
     where: str
-    """The machine that it is on, if that may be another one."""
+    process: int
+    """The machine that it is on, and its process there; empty if it is one of this server's own."""
     is_ready: bool
     problem: str | None
     samples: int | None

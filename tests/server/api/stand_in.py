@@ -99,7 +99,7 @@ class StandInWorkers:
         return ()
 
     def states(self, base_model: str) -> Sequence[WorkerState]:
-        return [WorkerState("worker", "both", "", self.ready, None, None)]
+        return [WorkerState("worker", "both", "", 0, self.ready, None, None)]
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)

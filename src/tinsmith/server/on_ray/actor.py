@@ -40,6 +40,7 @@ _FETCHES = 16
 
 class Begun(NamedTuple):
     where: str
+    process: int
     version: str
 
 
@@ -70,7 +71,7 @@ class WorkerActor:
         self._news = asyncio.Event()
         self._can_publish = asyncio.Event()
         threading.Thread(target=self._run, name="worker", daemon=True).start()
-        return Begun(f"{socket.gethostname()} ({ray.util.get_node_ip_address()})", __version__)
+        return Begun(f"{socket.gethostname()} ({ray.util.get_node_ip_address()})", os.getpid(), __version__)
 
     async def heard(self) -> Heard:
         """What is new, as soon as something is."""

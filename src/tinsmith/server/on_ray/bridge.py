@@ -120,7 +120,7 @@ class _ActorLife:
 
     async def _work(self) -> int:
         begun: Begun = await self._patiently(self._actor.begin.remote())
-        self._say(Message(where=begun.where))
+        self._say(Message(where=begun.where, process=begun.process))
         if begun.version != __version__:
             text = f"Tinsmith is of version {begun.version} on {begun.where} and {__version__} here; install the same"
             self._say(Message(failed=text, is_final=True))

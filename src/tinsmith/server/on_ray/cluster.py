@@ -85,8 +85,8 @@ class Cluster:
         if len(kinds) > 1:
             raise RefusedError(
                 f"The workers of {base_model!r} would be on GPUs of different kinds ({', '.join(sorted(kinds))}), "
-                "which round differently: the same seed would give other samples on each. Start Ray on nodes of one kind, or "
-                "ask for fewer workers, so that they fit there."
+                "which round differently: the same seed would give other samples on each. Start Ray on nodes of "
+                "one kind, or ask for fewer workers, so that they fit there."
             )
 
 
