@@ -201,17 +201,3 @@ def test_more_than_the_cluster_has_is_refused(tmp_path: Path, models: Mapping[st
     said = refusal(tmp_path, models[MODEL], f"--ray={cluster.address}", "--sample-workers=20")
     assert "The 21 workers need 21 CPUs, and the Ray cluster has 8." in said
     assert "--sample-workers" in said
-    said = refusal(tmp_path, models[MODEL], f"--ray={cluster.address}", "--worker-cpus=9")
-    assert "A worker needs 9 CPU on one node" in said
-    said = refusal(tmp_path, models[MODEL], f"--ray={cluster.address}", "--device=cuda")
-    assert "A worker needs 1 GPU and 1 CPU on one node" in said
-
-
-def test_replicas_without_a_cluster_are_refused(tmp_path: Path, models: Mapping[str, Path]) -> None:
-    assert "--sample-workers is for workers on a Ray cluster" in refusal(tmp_path, models[MODEL], "--sample-workers=2")
-
-
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "here", "here:there"])
-def test_an_address_that_is_none_is_refused(tmp_path: Path, models: Mapping[str, Path], address: str) -> None:
-    said = refusal(tmp_path, models[MODEL], f"--ray={address}")
-    assert f"--ray is {address!r}" in said

@@ -135,6 +135,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ConfigError(f"Two models have the same name: {', '.join(names)}. Use NAME=FOLDER to rename one.")
+        if self.ray and self.ray != "auto":
+            check_ray_address(self.ray)
         if self.sample_workers and not self.ray:
             raise ConfigError("--sample-workers is for workers on a Ray cluster: give its address with --ray, or auto.")
         for number, key in enumerate(self.api_keys, start=1):
@@ -153,6 +155,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
         return is_loopback(self.host)
+
+
+def check_ray_address(address: str) -> None:
+    if "://" in address:
+        raise ConfigError(
+            f"--ray is {address!r}, and this server is no Ray Client: start it on a node of the cluster, with --ray "
+            "auto or --ray HOST:PORT."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--ray is {address!r}; give HOST:PORT of the cluster's head, or auto.")
 
 
 def is_loopback(host: str) -> bool:

@@ -2,7 +2,7 @@
 
     lives      in the API process: workers as `lives.py` has them, wherever they are
     bridge     a process below it, the driver of the cluster: does what it is told, tells what it hears
-    cluster    connecting, what is refused, placement
+    cluster    connecting and placement; refusals has what is refused
     actor      on any machine of the cluster: a worker, as in `worker_run.py`
     messages   what the API process and the bridge tell each other
 

@@ -24,8 +24,9 @@ from tinsmith._version import __version__
 from tinsmith.server import logs
 from tinsmith.server.messages import Message, WorkerSettings
 from tinsmith.server.on_ray.actor import Begun, Heard, WorkerActor
-from tinsmith.server.on_ray.cluster import Cluster, RefusedError
+from tinsmith.server.on_ray.cluster import Cluster
 from tinsmith.server.on_ray.messages import ClusterSettings, Order, Report
+from tinsmith.server.on_ray.refusals import RefusedError
 from tinsmith.server.process_life import WORKER_ENVIRONMENT
 from tinsmith.server.suspects import UNSEEN
 
