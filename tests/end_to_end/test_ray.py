@@ -184,6 +184,21 @@ def test_a_server_that_is_killed_goes_on_from_where_it_was(
     assert drawn(ask(model.save_weights_and_get_sampling_client(), 12)) == alone.samples
 
 
+def test_a_cluster_that_dies_and_comes_back_costs_only_time(
+    on_ray: ServerProcess, client: tinsmith.ServiceClient, cluster: RayHead, alone: Alone
+) -> None:
+    model = new_model(client)
+    futures = submit(model)
+    futures[2].result(timeout=SECONDS)
+    cluster.kill()
+    wait_until(lambda: not any(worker["is_ready"] for worker in workers(on_ray).values()), SECONDS, "they are ready")
+    waiting = on_ray.call("GET", "/readyz")
+    assert waiting.status == 503
+    cluster.start()
+    assert losses(futures) == pytest.approx(alone.losses, rel=1e-5)
+    assert drawn(ask(model.save_weights_and_get_sampling_client(), 12)) == alone.samples
+
+
 # What is refused
 
 
@@ -201,3 +216,11 @@ def test_more_than_the_cluster_has_is_refused(tmp_path: Path, models: Mapping[st
     said = refusal(tmp_path, models[MODEL], f"--ray={cluster.address}", "--sample-workers=20")
     assert "The 21 workers need 21 CPUs, and the Ray cluster has 8." in said
     assert "--sample-workers" in said
+
+
+def test_the_cluster_of_this_machine_is_found(
+    tmp_path: Path, models: Mapping[str, Path], cluster: RayHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    said = refusal(tmp_path, models[MODEL], "--ray=auto", "--worker-cpus=9")
+    assert "A worker needs 9 CPU on one node" in said

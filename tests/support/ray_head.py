@@ -25,6 +25,10 @@ class RayHead:
         self._cpus = cpus
         # Its sockets lie there, whose paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.address = f"127.0.0.1:{self._port}"
 
     def __enter__(self) -> Self:
         self.start()
@@ -35,10 +39,8 @@ class RayHead:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start(self) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.address = f"127.0.0.1:{port}"
+        """On the port that it had, if it was started before."""
+        port = self._port
         options = ["--head", "--block", f"--port={port}", f"--num-cpus={self._cpus}", f"--temp-dir={self.folder}"]
         options += ["--include-dashboard=false", "--disable-usage-stats", "--node-ip-address=127.0.0.1"]
         options += ["--object-store-memory=200000000", "--num-gpus=0"]
@@ -55,6 +57,11 @@ class RayHead:
             assert self._process.poll() is None, self._log().decode()
             assert time.monotonic() < end, self._log().decode()
             time.sleep(0.1)
+
+    def kill(self) -> None:
+        """SIGKILL for everything but the workers, who end by themselves when they notice."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def stop(self) -> None:
         """Its processes are a group of their own, so that nothing of it is left, however it ended."""
