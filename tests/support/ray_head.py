@@ -49,7 +49,6 @@ class RayHead:
                 [*RAY, "start", *options],
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         end = time.monotonic() + START_SECONDS
@@ -60,19 +59,26 @@ class RayHead:
 
     def kill(self) -> None:
         """SIGKILL for everything but the workers, who end by themselves when they notice."""
-        os.killpg(self._process.pid, signal.SIGKILL)
+        for pid in self._processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.kill()
         self._process.wait()
 
     def stop(self) -> None:
-        """Its processes are a group of their own, so that nothing of it is left, however it ended."""
         self._process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self.kill()
+
+    def _processes(self) -> list[int]:
+        """All that have our folder among their arguments."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if os.fsencode(self.folder) in (folder / "cmdline").read_bytes():
+                    found.append(int(folder.name))
+        return found
 
     def _log(self) -> bytes:
         return (self.folder / "start.log").read_bytes()

@@ -103,8 +103,13 @@ class Crew:
         problems = [keeper.problem for keeper in self._sampling]
         return None if None in problems else problems[0]
 
-    def held_up(self, stream: str) -> str | None:
-        return next(filter(None, (keeper.held_up(stream) for keeper in self._keepers.values())), None)
+    def held_up(self, stream: str, lane: Lane | None) -> str | None:
+        """Why nothing is done of a kind of work, or for this stream; without a kind, of any worker."""
+        keepers = {"train": [self._trainer], "sample": self._sampling, None: [*self._keepers.values()]}[lane]
+        reasons = [keeper.held_up for keeper in keepers]
+        if lane is not None and None in reasons:  # somebody works
+            reasons = []
+        return next(filter(None, [*reasons, *(keeper.no_room(stream) for keeper in keepers)]), None)
 
     @property
     def replay(self) -> Replay | None:
@@ -191,7 +196,10 @@ class Crew:
                 stray.request_id: self._router.choose(stray.request_id, stray.owner, stray.sampler_id, ())
                 for stray in strays
             }
-            await asyncio.to_thread(self._store.jobs.deal, {name: replica or "" for name, replica in chosen.items()})
+            dealt = await asyncio.to_thread(
+                self._store.jobs.deal, {name: replica or "" for name, replica in chosen.items()}
+            )
+            self.are_over(chosen.keys() - dealt)  # cancelled meanwhile
             for replica in {*chosen.values()}:
                 self.wake(replica)
 

@@ -101,15 +101,20 @@ class Keeper:
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._name}")
 
-    def held_up(self, model_id: str) -> str | None:
-        """What the worker waits for, with all its work, which it says again and again, or with that of this model."""
+    @property
+    def held_up(self) -> str | None:
+        """What the worker waits for, with all its work, which it says again and again."""
         if self._cannot_begin is not None:
             return f"{self._cannot_begin}; it is tried again and again"
         if self._silent_seconds >= SILENT_SECONDS:
             return f"its worker has not been heard of for {self._silent_seconds} s; if that lasts, another is started"
         if self._held_up is None or time.monotonic() - self._held_up[1] > HELD_UP_SECONDS:
-            return self._no_room.get(model_id)
+            return None
         return self._held_up[0]
+
+    def no_room(self, stream: str) -> str | None:
+        """What this model or sampler waits for, while others go on."""
+        return self._no_room.get(stream)
 
     def wake(self) -> None:
         self._wanted.set()

@@ -62,8 +62,8 @@ class WorkerProcesses:
     def problem(self, base_model: str) -> str | None:
         return self._crews[base_model].problem if base_model in self._crews else self._missing.get(base_model)
 
-    def held_up(self, base_model: str, model_id: str) -> str | None:
-        return self._crews[base_model].held_up(model_id) if base_model in self._crews else None
+    def held_up(self, base_model: str, stream: str = "", lane: Lane | None = None) -> str | None:
+        return self._crews[base_model].held_up(stream, lane) if base_model in self._crews else None
 
     def replay(self, base_model: str) -> Replay | None:
         return self._crews[base_model].replay if base_model in self._crews else None

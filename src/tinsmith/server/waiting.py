@@ -62,8 +62,10 @@ class Workers(Protocol):
     def problem(self, base_model: str) -> str | None:
         """Why this model will not be loaded at all, if so."""
 
-    def held_up(self, base_model: str, model_id: str) -> str | None:
-        """What the worker waits for, if it can do nothing at the moment, or nothing for this model."""
+    def held_up(self, base_model: str, stream: str = "", lane: Lane | None = None) -> str | None:
+        """What those wait for who do this kind of work, if they can do nothing at the moment, or nothing for this model
+        or sampler. Without a kind: what any of its workers waits for.
+        """
 
     def replay(self, base_model: str) -> Replay | None:
         """Which model is being built again, if one is, and how far it is."""

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from tinsmith.server import logs
-from tinsmith.server.bell import Bell
+from tinsmith.server.bell import Bell, first_line
 from tinsmith.server.messages import Message, WorkerSettings
 from tinsmith.server.state_locks import hold_as_worker
 from tinsmith.server.worker_run import run
@@ -28,7 +28,7 @@ _INPUT = 0
 def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # both may reach the whole group, and the parent decides
-    settings = msgspec.json.decode(_first_line(), type=WorkerSettings)
+    settings = msgspec.json.decode(first_line(_INPUT), type=WorkerSettings)
     logs.configure(settings.log_format, settings.log_level, base_model=settings.base_model)
     logs.log_what_ends_us()
     hold_as_worker(Path(settings.state))
@@ -40,16 +40,6 @@ def _tell(message: Message) -> None:
     with suppress(BrokenPipeError):  # the parent is gone, which the bell will tell
         sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(_INPUT, 1)
-        if not byte:
-            raise SystemExit("The worker is started by the server; it expects its settings on standard input.")
-        line += byte
-    return line
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ class StandInWorkers:
     def problem(self, base_model: str) -> str | None:
         return None
 
-    def held_up(self, base_model: str, model_id: str) -> str | None:
+    def held_up(self, base_model: str, stream: str = "", lane: str | None = None) -> str | None:
         return self.trouble
 
     def replay(self, base_model: str) -> Replay | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.models import ModelSource
+from tinsmith.server.on_ray import lives
 from tinsmith.server.on_ray.lives import RayLives
 from tinsmith.server.on_ray.messages import Seat
 from tinsmith.server.on_ray.refusals import (
@@ -88,6 +90,13 @@ def test_what_is_kept_on_this_machine_is_named_with_the_remedy(tmp_path: Path) -
     assert "--storage" in kept_here()
     assert "--database" not in kept_here(database="postgresql://h/d")
     assert kept_here(database="postgresql://h/d", storage="s3://b") == ""
+
+
+def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lives, "find_spec", lambda name: None)
+    config = ServerConfig(models=MODELS, state=tmp_path, ray="auto")
+    with pytest.raises(MissingExtraError, match=r"tinsmith\[ray\]"):
+        asyncio.run(RayLives(config, {}).prepare())
 
 
 @pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "here", "here:there", ":6379"])

@@ -75,10 +75,10 @@ def test_strays_are_those_for_nobody_who_is_there_and_can_be_dealt_out_again(sto
     submit(store, 4, "elsewhere", sampler_id="s:sample:8")
     assert claim(store, "elsewhere") == [4]
     assert [stray.request_id for stray in store.jobs.strays(BASE, [SECOND])] == [first, none]
-    store.jobs.deal({first: SECOND, none: SECOND})
+    assert store.jobs.deal({first: SECOND, none: SECOND}) == {first, none}
     assert store.jobs.strays(BASE, [SECOND]) == []
     assert claim(store, SECOND) == [1, 2, 3]
-    store.jobs.deal({second: FIRST})
+    assert store.jobs.deal({second: FIRST}) == set()
     assert claim(store, FIRST) == [], "what is being worked on stays where it is"
 
 

@@ -6,6 +6,7 @@ The worker has a thread of its own; what it says is fetched by the bridge, which
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import logging
 import os
@@ -58,6 +59,7 @@ class WorkerActor:
         self._settings = msgspec.json.decode(settings, type=WorkerSettings)
         self._trainer_name = trainer
         self._heard, self._rung = os.pipe()
+        os.set_blocking(self._rung, False)
         self._is_dismissed = False
         self._messages: list[bytes] = []
         self._log_lines: list[str] = []
@@ -145,7 +147,8 @@ class WorkerActor:
 
     def _ring(self) -> None:
         if not self._is_dismissed:
-            os.write(self._rung, b".")
+            with contextlib.suppress(BlockingIOError):  # it is full of rings already
+                os.write(self._rung, b".")
 
 
 class _Lines(io.TextIOBase):

@@ -22,6 +22,7 @@ from ray.exceptions import RayError
 
 from tinsmith._version import __version__
 from tinsmith.server import logs
+from tinsmith.server.bell import first_line
 from tinsmith.server.messages import Message, WorkerSettings
 from tinsmith.server.on_ray.actor import Begun, Heard, WorkerActor
 from tinsmith.server.on_ray.cluster import Cluster
@@ -33,6 +34,7 @@ from tinsmith.server.suspects import UNSEEN
 log = logging.getLogger("tinsmith.server.on_ray.bridge")  # which has another name when it is started
 
 TELL_SECONDS = 5.0
+_INPUT = 0
 _MAX_LINE_BYTES = 2**24
 
 
@@ -42,7 +44,7 @@ def main() -> None:
     # Libraries print: what goes to the parent has a descriptor of its own.
     output = os.dup(1)
     os.dup2(2, 1)
-    settings = msgspec.json.decode(_first_line(), type=ClusterSettings)
+    settings = msgspec.json.decode(first_line(_INPUT), type=ClusterSettings)
     logs.configure(settings.log_format, settings.log_level)
     bridge = Bridge(output)
     try:
@@ -66,7 +68,7 @@ class Bridge:
     async def run(self, cluster: Cluster) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
-        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(0, "rb", buffering=0))
+        await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(_INPUT, "rb", buffering=0))
         async for line in reader:
             order = msgspec.json.decode(line, type=Order)
             if order.do == "begin":
@@ -155,16 +157,6 @@ class _ActorLife:
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1].rstrip(".") if lines else type(error).__name__
-
-
-def _first_line() -> bytes:
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            raise SystemExit("The bridge is started by the server; it expects its settings on standard input.")
-        line += byte
-    return line
 
 
 if __name__ == "__main__":

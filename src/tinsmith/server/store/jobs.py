@@ -369,18 +369,21 @@ class Jobs:
         )
         return self._database.all(query, lambda row: Stray(**row._mapping))
 
-    def deal(self, replicas: Mapping[str, str]) -> None:
-        """From now on these samples, if they still wait, are for these replicas."""
+    def deal(self, replicas: Mapping[str, str]) -> set[str]:
+        """From now on these samples are for these replicas; gives back those that still wait, of which it is true."""
         by_replica: dict[str, list[str]] = {}
         for request_id, replica in replicas.items():
             by_replica.setdefault(replica, []).append(request_id)
 
-        def write(connection: sa.Connection) -> None:
+        def write(connection: sa.Connection) -> set[str]:
+            dealt = set[str]()
             for replica, request_ids in sorted(by_replica.items()):
                 mine = sa.and_(_QUEUED, jobs.c.request_id.in_(request_ids))
-                connection.execute(sa.update(jobs).where(mine).values(replica=replica))
+                update = sa.update(jobs).where(mine).values(replica=replica).returning(jobs.c.request_id)
+                dealt.update(connection.scalars(update))
+            return dealt
 
-        self._database.write(write, durable=False)
+        return self._database.write(write, durable=False)
 
     def fail_all(self, base_model: str, error: str) -> list[str]:
         """There will be no worker: everything that waits for one fails, and is given back."""
