@@ -78,8 +78,9 @@ class Bridge:
 
     def tell(self, report: Report) -> None:
         line = msgspec.json.encode(report) + b"\n"
-        while line:
-            line = line[os.write(self._output, line) :]
+        with contextlib.suppress(BrokenPipeError):  # the parent is gone, which our input will tell
+            while line:
+                line = line[os.write(self._output, line) :]
 
     def is_over(self, number: int) -> None:
         del self._lives[number]
@@ -93,6 +94,7 @@ class _ActorLife:
         self._number = order.life
         self._settings = msgspec.json.decode(order.settings, type=WorkerSettings)
         base_model, place = self._settings.base_model, self._settings.place
+        self._whose = f"{base_model}, {place}" if place else base_model
         trainer = f"{base_model}/train"
         name = {"name": trainer} if self._settings.role == "train" else {}
         actor = ray.remote(WorkerActor).options(
@@ -112,10 +114,10 @@ class _ActorLife:
         try:
             status = await self._work()
         except RayError as error:
-            log.error("A worker of %s is lost: %s", self._settings.base_model, " ".join(str(error).split()))
+            log.error("The actor of %s is lost: %s", self._whose, " ".join(str(error).split()))
             self._say(Message(failed=f"its actor is gone: {_reason(error)}"))
         except Exception:
-            log.exception("A worker of %s is lost.", self._settings.base_model)
+            log.exception("The actor of %s is lost.", self._whose)
         finally:
             self._kill()
             self._bridge.tell(Report(life=self._number, ended=status))

@@ -141,7 +141,7 @@ class _Bridge:
         self.is_over = True
         status = await self._process.wait()
         if self._lives:
-            log.error("%s; its workers end with it.", _gone(status))
+            log.error("%s; the workers end with it.", _gone(status))
         for life in self._lives.values():
             life.hear(Report(ended=UNSEEN))
 
