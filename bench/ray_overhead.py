@@ -152,6 +152,7 @@ def print_replicas(cluster: RayHead) -> None:
 
 def main() -> None:
     with RayHead() as cluster:
+        os.environ.update(cluster.environment)
         print_ways(cluster)
         print_replicas(cluster)
 

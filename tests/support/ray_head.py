@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Self
+from uuid import uuid4
 
 START_SECONDS = 60.0
 STOP_SECONDS = 30.0
@@ -29,6 +30,8 @@ class RayHead:
             free.bind(("127.0.0.1", 0))
             self._port = free.getsockname()[1]
         self.address = f"127.0.0.1:{self._port}"
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid4().hex}
+        """What whoever joins it needs: else everybody on this machine could run programs there."""
 
     def __enter__(self) -> Self:
         self.start()
@@ -49,7 +52,7 @@ class RayHead:
                 [*RAY, "start", *options],
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, **self.environment, "OMP_NUM_THREADS": "1"},
             )
         end = time.monotonic() + START_SECONDS
         while b"Ray runtime started" not in self._log():

@@ -7,6 +7,7 @@ from collections import defaultdict
 from typing import Any
 
 import ray
+from ray.exceptions import AuthenticationError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -92,6 +93,11 @@ def _connect(address: str, namespace: str) -> None:
         raise RefusedError(
             f"The Ray cluster at {address} cannot be joined: {_first_line(error)} Start Ray on this machine, with "
             "`ray start`, or correct --ray."
+        ) from error
+    except AuthenticationError as error:
+        raise RefusedError(
+            f"The Ray cluster at {address} does not take our token: {_first_line(error)} Set RAY_AUTH_MODE and "
+            "RAY_AUTH_TOKEN as on its nodes."
         ) from error
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
