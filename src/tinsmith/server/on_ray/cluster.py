@@ -89,15 +89,11 @@ def _connect(address: str, namespace: str) -> None:
             ) from error
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="warning")
-    except (ConnectionError, OSError, ValueError) as error:
+    except (AuthenticationError, ConnectionError, OSError, ValueError) as error:  # a wrong token is told as any of them
         raise RefusedError(
             f"The Ray cluster at {address} cannot be joined: {_first_line(error)} Start Ray on this machine, with "
-            "`ray start`, or correct --ray."
-        ) from error
-    except AuthenticationError as error:
-        raise RefusedError(
-            f"The Ray cluster at {address} does not take our token: {_first_line(error)} Set RAY_AUTH_MODE and "
-            "RAY_AUTH_TOKEN as on its nodes."
+            "`ray start`, or correct --ray; if the cluster wants a token, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its "
+            "nodes."
         ) from error
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
