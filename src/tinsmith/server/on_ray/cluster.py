@@ -92,8 +92,8 @@ def _connect(address: str, namespace: str) -> None:
     except (AuthenticationError, ConnectionError, OSError, ValueError) as error:  # a wrong token is told as any of them
         raise RefusedError(
             f"The Ray cluster at {address} cannot be joined: {_first_line(error)} Start Ray on this machine, with "
-            "`ray start`, or correct --ray; if the cluster wants a token, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on its "
-            "nodes."
+            "`ray start`, or correct --ray; if the cluster wants a token, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on "
+            "its nodes."
         ) from error
     except RuntimeError as error:
         if "ersion mismatch" not in str(error):
