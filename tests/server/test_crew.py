@@ -198,7 +198,7 @@ def test_what_came_while_no_replica_was_there_is_for_the_first_that_comes(tmp_pa
             request, replica = here.submit(0, [1])
             assert replica == ""
             await here.ready("sample-1")
-            assert here.claim("sample-1") == [request]
+            await until(lambda: here.claim("sample-1") == [request])
 
     run(scenario)
 
