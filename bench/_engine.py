@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 from harness import clean_environment
 
 from tinsmith.server.embedded import embedded_model
-from tinsmith.server.keeper import WORKER_ENVIRONMENT
+from tinsmith.server.process_life import WORKER_ENVIRONMENT
 
 THREADS = 2
 RANK = 32

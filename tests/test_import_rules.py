@@ -100,6 +100,18 @@ def test_the_api_process_loads_neither_torch_nor_what_reads_text() -> None:
     assert loaded_after("import tinsmith.server.app", heavy) == []
 
 
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_ray_is_loaded_only_by_its_bridge_and_its_actors(path: Path) -> None:
+    if path.parent == SOURCE / "server" / "on_ray" and path.stem in ("actor", "bridge", "cluster"):
+        return
+    theirs = tuple(f"tinsmith.server.on_ray.{name}" for name in ("actor", "bridge", "cluster"))
+    assert not any(is_under(module, "ray") or module in theirs for module in imports(path)), f"{path} loads Ray"
+
+
+def test_a_server_without_ray_loads_nothing_of_it() -> None:
+    assert loaded_after("import tinsmith.server.main, tinsmith.server.worker_process", ("ray",)) == []
+
+
 def test_importing_leaves_the_logging_of_others_alone() -> None:
     code = """
 import logging, tinsmith

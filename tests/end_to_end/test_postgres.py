@@ -116,7 +116,7 @@ def test_a_restart_of_the_database_costs_only_time(
     worker = server.workers()
     postgres.stop()
     waiting = model.forward([sentence(tinsmith, 0)], "cross_entropy")
-    wait_until(lambda: "worker_process ERROR The database is out of reach" in server.log(), 60, "it was not noticed")
+    wait_until(lambda: "worker_run ERROR The database is out of reach" in server.log(), 60, "it was not noticed")
     postgres.start()
     assert losses([waiting])[0] < first[0]
     assert losses(submit(model, [3]))

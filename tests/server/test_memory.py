@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from tinsmith.server.keeper import WORKER_ENVIRONMENT
+from tinsmith.server.process_life import WORKER_ENVIRONMENT
 
 FREED_MB = 400
 FREE_AND_GIVE_BACK = f"""

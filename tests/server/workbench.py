@@ -17,6 +17,7 @@ from tinsmith.server.engine.engine import Engine
 from tinsmith.server.messages import Drawn, Replay, WorkerSettings
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Done, Failed, JobKind, Lora, NewJob, NewModel, NewSampler, Outcome
+from tinsmith.server.weights_exchange import AskedTrainer, PublishedWeights
 from tinsmith.server.worker import Worker
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput, SampleResponse
 from tinsmith.wire import proto
@@ -46,7 +47,9 @@ class Workbench:
         self._bell: IO[bytes] | None = None
 
     @contextmanager
-    def worker(self) -> Iterator[Callable[[], None]]:
+    def worker(
+        self, published: PublishedWeights | None = None, trainer: AskedTrainer | None = None
+    ) -> Iterator[Callable[[], None]]:
         """A worker that works; what is given back tells it to end."""
         heard, rung = os.pipe()
         bell = self._bell = os.fdopen(rung, "wb", buffering=0)
@@ -61,6 +64,8 @@ class Workbench:
             tell_no_room=self._note_no_room,
             tell_held_up=self.held_up.append,
             tell_drawn=self.drawn.extend,
+            published=published,
+            trainer=trainer,
         )
         thread = threading.Thread(target=self._run, args=(worker,))
         thread.start()
@@ -79,6 +84,10 @@ class Workbench:
             worker.abandon()
             self.died_of = error
             self._died.set()
+
+    def ring(self) -> None:
+        if self._bell is not None and not self._bell.closed:
+            self._bell.write(b".")
 
     def _note_no_room(self, reasons: Mapping[str, str]) -> None:
         self.no_room = reasons
@@ -102,8 +111,7 @@ class Workbench:
                 model_id=str(model_id), owner=job.owner, base_model=BASE, lora=Lora(rank=2, seed=1), optimizer_config={}
             )
         request_id = self.store.jobs.enqueue(job, model=model).request_id
-        if self._bell is not None and not self._bell.closed:
-            self._bell.write(b".")
+        self.ring()
         return request_id
 
     def create(self, model_id: str) -> str:

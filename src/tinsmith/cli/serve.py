@@ -131,6 +131,23 @@ from tinsmith.cli.output import emit
     metavar="NUMBER",
     help="Processes that share the training of each model; on GPUs, each has one of its own.",
 )
+@click.option("--ray", default="", metavar="ADDRESS", help="A Ray cluster for the workers: HOST:PORT, or auto.")
+@click.option(
+    "--sample-workers",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    metavar="NUMBER",
+    help="With --ray: workers of each model that only sample, beside one that trains; 0 is one for both.",
+)
+@click.option(
+    "--worker-cpus",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    metavar="NUMBER",
+    help="With --ray: CPUs for each process of a worker.",
+)
 @click.option(
     "--shard-base",
     type=click.Choice(["auto", "always", "never"]),
@@ -187,6 +204,9 @@ def command(
     dtype: str,
     train_workers: int,
     shard_base: str,
+    ray: str,
+    sample_workers: int,
+    worker_cpus: int,
     deterministic: bool,
     log_format: str,
     log_level: str,
@@ -227,6 +247,9 @@ def command(
             dtype=dtype,  # type: ignore[arg-type]
             train_workers=train_workers,
             shard_base=shard_base,  # type: ignore[arg-type]
+            ray=ray,
+            sample_workers=sample_workers,
+            worker_cpus=worker_cpus,
             deterministic=deterministic,
             log_format=log_format,  # type: ignore[arg-type]
             log_level=log_level,  # type: ignore[arg-type]

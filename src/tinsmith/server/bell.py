@@ -6,6 +6,17 @@ import os
 import select
 
 
+def first_line(descriptor: int) -> bytes:
+    """What comes before the rings, and nothing of those."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(descriptor, 1)
+        if not byte:
+            raise SystemExit("This process is started by the server; it expects its settings on standard input.")
+        line += byte
+    return line
+
+
 class Bell:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

@@ -62,7 +62,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one training micro-batch; `None` means as many as fit."""
 
     train_workers: int = 1
-    """Processes that share the training of each model, all on this machine."""
+    """Processes that share the training of each model, all on one machine."""
+
+    ray: str = ""
+    """The address of a Ray cluster that the workers are placed on, or `auto`; empty means processes on this machine."""
+
+    sample_workers: int = 0
+    """On Ray: workers that only sample, for each model, while another one trains. At 0 one worker does both."""
+
+    worker_cpus: int = 1
+    """On Ray: what each process of a worker asks for."""
 
     shard_base: ShardBase = "auto"
     """Whether each of them has a shard of the base model's layers; `auto` means where a whole one does not fit."""
@@ -130,6 +139,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         names = [model.name for model in self.models]
         if len(set(names)) < len(names):
             raise ConfigError(f"Two models have the same name: {', '.join(names)}. Use NAME=FOLDER to rename one.")
+        if self.ray and self.ray != "auto":
+            check_ray_address(self.ray)
+        if self.sample_workers and not self.ray:
+            raise ConfigError("--sample-workers is for workers on a Ray cluster: give its address with --ray, or auto.")
         for number, key in enumerate(self.api_keys, start=1):
             if not key.startswith("tml-"):  # it is not told: what is no key may be a password
                 raise ConfigError(f"The API key number {number} must start with 'tml-': clients send no others.")
@@ -162,6 +175,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
         return is_loopback(self.host)
+
+
+def check_ray_address(address: str) -> None:
+    if "://" in address:
+        raise ConfigError(
+            f"--ray is {address!r}, and this server is no Ray Client: start it on a node of the cluster, with --ray "
+            "auto or --ray HOST:PORT."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f"--ray is {address!r}; give HOST:PORT of the cluster's head, or auto.")
 
 
 def is_loopback(host: str) -> bool:

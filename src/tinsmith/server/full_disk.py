@@ -71,6 +71,8 @@ class WaitError(Exception):
 
     promise: str
     """When it will be done."""
+    is_urgent = False
+    """Whether it passes soon, and is asked at every look."""
 
     @property
     def has_passed(self) -> bool:
@@ -137,6 +139,10 @@ class WaitingForRoom:
         """Lets those go on for which there is what they need by now, and gives back the others."""
         now = time.monotonic()
         if now < self._look_at:
+            for stream in [
+                stream for stream, (error, _) in self._waits.items() if error.is_urgent and error.has_passed
+            ]:
+                del self._waits[stream]
             return self._waits.keys()
         self._look_at = now + LOOK_SECONDS
         for stream, wait in list(self._waits.items()):

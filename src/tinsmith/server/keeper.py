@@ -1,18 +1,18 @@
-"""Keeps one worker process alive: starts it, hears it, starts it again when it dies, and knows when to give up."""
+"""Keeps one worker alive: starts it, hears it, starts it again when it dies, and knows when to give up."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-import os
-import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
+from tinsmith.server.lives import CannotBeginError, Life, Lives
 from tinsmith.server.messages import Drawn, Message, Replay, WorkerSettings
+from tinsmith.server.process_life import ProcessLife
 from tinsmith.server.suspects import ending
 from tinsmith.server.worker_metrics import Told
 
@@ -30,21 +30,29 @@ HELD_UP_SECONDS = 10.0
 SILENT_SECONDS = 20
 """After so long without a word something is wrong with a worker, for it speaks every second."""
 
-# Both are read once, when the process starts and torch loads.
-WORKER_ENVIRONMENT = {
-    # OpenMP's threads wait for work by spinning, which starves whoever else wants the cores.
-    "GOMP_SPINCOUNT": "1000",
-    # glibc takes every large tensor from the system anew, page by page: a fourteenth of the time of training on a CPU.
-    # It can keep and reuse them; the worker gives back what it does not use when it has nothing to do.
-    "GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1073741824:glibc.malloc.trim_threshold=4294967296",
-}
-_MAX_LINE_BYTES = 2**24
+
+class LivesHere(Lives):
+    """In processes of this machine."""
+
+    async def prepare(self) -> None:
+        pass
+
+    async def begin(self, settings: WorkerSettings) -> Life:
+        return await ProcessLife.begin(WORKER_MODULE, settings)
+
+    async def close(self) -> None:
+        pass
+
+
+async def nothing(is_ready: bool) -> None:
+    """What is done about a worker that comes or goes, where it is the only one."""
 
 
 class Keeper:
     """`hear` gets the ids of finished jobs, and `hear_drawn` tokens as they are drawn.
 
-    `refuse` settles the jobs of a model that was given up, with the reason.
+    `refuse` settles the jobs of a worker that was given up, with the reason. `on_change` hears when the worker is
+    ready, and when it is gone; it is waited for before the next one is started.
     """
 
     def __init__(
@@ -53,24 +61,33 @@ class Keeper:
         settings: WorkerSettings,
         hear: Callable[[Sequence[str]], None],
         hear_drawn: Callable[[Sequence[Drawn]], None],
-        refuse: Callable[[str, str], Awaitable[None]],
+        refuse: Callable[[str], Awaitable[None]],
+        lives: Lives,
+        on_change: Callable[[bool], Awaitable[None]] = nothing,
     ) -> None:
         self.is_ready = False
         self.problem: str | None = None
         """Why there will be no worker any more."""
         self.settled = asyncio.Event()
         """Set when the worker is ready, or was given up."""
+        self.last_status: int | None = None
+        """How the last worker ended that was ready; `None` if there was none."""
+        self.where, self.process = "", 0
+        """The machine that it is on, and its process there, if it says so."""
         self.told = Told()
         self.replay: Replay | None = None
         """How far a model is that is being built again."""
 
         self._name = name
+        self._who = f"worker {settings.place} of {name}" if settings.place else f"worker of {name}"
         self._whose = {"base_model": name}
-        self._settings = settings
+        self.settings = settings
         self._hear = hear
         self._hear_drawn = hear_drawn
         self._refuse = refuse
-        self._process: asyncio.subprocess.Process | None = None
+        self._lives = lives
+        self._on_change = on_change
+        self._life: Life | None = None
         self._task: asyncio.Task[None] | None = None
         self._last_words = Message()
         self._was_useful = False
@@ -80,24 +97,31 @@ class Keeper:
         self._held_up: tuple[str, float] | None = None
         self._silent_seconds = 0
         self._no_room: dict[str, str] = {}
+        self._cannot_begin: str | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._name}")
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name=self._who)
 
-    def held_up(self, model_id: str) -> str | None:
-        """What the worker waits for, with all its work, which it says again and again, or with that of this model."""
+    @property
+    def held_up(self) -> str | None:
+        """What the worker waits for, with all its work, which it says again and again."""
+        if self._cannot_begin is not None:
+            return f"{self._cannot_begin}; it is tried again and again"
         if self._silent_seconds >= SILENT_SECONDS:
             return f"its worker has not been heard of for {self._silent_seconds} s; if that lasts, another is started"
         if self._held_up is None or time.monotonic() - self._held_up[1] > HELD_UP_SECONDS:
-            return self._no_room.get(model_id)
+            return None
         return self._held_up[0]
+
+    def no_room(self, stream: str) -> str | None:
+        """What this model or sampler waits for, while others go on."""
+        return self._no_room.get(stream)
 
     def wake(self) -> None:
         self._wanted.set()
-        if self._process is None or self._process.stdin is None or self._woken:
+        if self._life is None or self._woken:
             return
-        with contextlib.suppress(OSError, RuntimeError):  # it has just died; its successor looks for itself
-            self._process.stdin.write(b".")
+        self._life.wake()
         # Of many that wake it in one turn of the loop, the first is enough.
         self._woken = True
         asyncio.get_running_loop().call_soon(self._not_woken)
@@ -108,21 +132,19 @@ class Keeper:
     # Its lives
 
     async def _keep(self) -> None:
-        failed_starts, pause, last_status, was_ever_ready = 0, FIRST_PAUSE_SECONDS, None, False
+        failed_starts, pause, was_ever_ready = 0, FIRST_PAUSE_SECONDS, False
         while True:
-            status, was_ready = await self._live(last_status)
+            status, was_ready = await self._live()
             if self._stopping:
                 return
             failed_starts, was_ever_ready = failed_starts + 1, was_ever_ready or was_ready
             if self._last_words.is_final or (failed_starts == MAX_FAILED_STARTS and not was_ever_ready):
                 break
-            if was_ready:
-                last_status = status
             if self._was_useful:
                 pause = FIRST_PAUSE_SECONDS
             log.error(
-                "The worker of %s is gone: %s; starting it again in %.1f s.",
-                self._name,
+                "The %s is gone: %s; starting it again in %.1f s.",
+                self._who,
                 self._why(status),
                 pause,
                 extra=self._whose,
@@ -135,7 +157,7 @@ class Keeper:
     def _why(self, status: int | None) -> str:
         return self._last_words.failed or f"its process ended {ending(status)}"
 
-    async def _live(self, last_status: int | None) -> tuple[int | None, bool]:
+    async def _live(self) -> tuple[int | None, bool]:
         """One process from its start to its end: the exit status, and whether it ever loaded the model.
 
         It is told how the last one ended that had jobs to run.
@@ -145,67 +167,68 @@ class Keeper:
         self.told.begin_anew()
         status = None
         try:
-            status = await self._run(last_status)
-        except OSError as error:  # no memory or no process left to start it with
-            self._last_words = Message(failed=f"its process cannot be started: {error}")
+            status = await self._run()
+        except CannotBeginError as error:
+            self._last_words, self._cannot_begin = Message(failed=str(error)), str(error)
         was_ready, self.is_ready = self.is_ready, False
+        if was_ready:
+            self.last_status = status
         self.settled.clear()
+        await self._changed(is_ready=False)
         return status, was_ready
 
-    async def _run(self, last_status: int | None) -> int:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            WORKER_MODULE,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
-            env={**WORKER_ENVIRONMENT, **os.environ},
+    async def _run(self) -> int:
+        life = self._life = await self._lives.begin(
+            msgspec.structs.replace(self.settings, last_status=self.last_status)
         )
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self._process = process
-        listening = asyncio.create_task(self._listen(process))
+        self._cannot_begin = None
+        listening = asyncio.create_task(self._listen(life))
         try:
-            settings = msgspec.structs.replace(self._settings, last_status=last_status)
-            process.stdin.write(msgspec.json.encode(settings) + b"\n")
-            async for line in process.stdout:
-                self._heard(line)
-            return await process.wait()
+            async for line in life.heard():
+                await self._heard(line)
+            return await life.ended()
         finally:
             listening.cancel()
-            self._process = None
+            self._life = None
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+    async def _changed(self, is_ready: bool) -> None:
+        try:
+            await self._on_change(is_ready)
+        except Exception:
+            log.exception("could not note that the %s came or went", self._who, extra=self._whose)
+
+    async def _listen(self, life: Life) -> None:
         """Ends a worker that can neither work nor end itself: its whole process is stopped, or hangs in the system.
 
         Silence is counted second by second, so that a pause of this process does not count as one of the worker.
         """
-        most = self._settings.stall_seconds + SILENT_SECONDS  # the worker's own watchdog, which tells more, comes first
+        most = self.settings.stall_seconds + SILENT_SECONDS  # the worker's own watchdog, which tells more, comes first
         while self._silent_seconds < most:
             await asyncio.sleep(1)
             self._silent_seconds += self.is_ready
             if self._silent_seconds == SILENT_SECONDS:
                 log.warning(
-                    "The worker of %s has not been heard of for %d s; after %.0f s another one is started.",
-                    self._name,
+                    "The %s has not been heard of for %d s; after %.0f s another one is started.",
+                    self._who,
                     SILENT_SECONDS,
                     most,
                     extra=self._whose,
                 )
         self._last_words = Message(failed=f"it was not heard of for {self._silent_seconds} s and was killed")
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        life.kill()
 
-    def _heard(self, line: bytes) -> None:
+    async def _heard(self, line: bytes) -> None:
         self._silent_seconds = 0
         try:
             message = msgspec.json.decode(line, type=Message)
         except msgspec.DecodeError:
-            log.warning("The worker of %s printed %r.", self._name, line[:200], extra=self._whose)
+            log.warning("The %s printed %r.", self._who, line[:200], extra=self._whose)
             return
-        if message.ready:
+        if message.where:
+            self.where, self.process = message.where, message.process
+        elif message.ready:
             self.is_ready = True
+            await self._changed(is_ready=True)
             self.settled.set()
         elif message.failed:
             self._last_words = message
@@ -224,13 +247,14 @@ class Keeper:
             self._hear(message.done)
 
     async def _give_up(self, why: str) -> None:
-        self.problem = f"The base model {self._name!r} cannot be loaded: {why.rstrip('.')}."
+        where = f" on {self.where}" if self.where else ""
+        self.problem = f"The base model {self._name!r} cannot be loaded{where}: {why.rstrip('.')}."
         log.error("%s It is not tried again until the server is restarted.", self.problem, extra=self._whose)
         self.settled.set()
         while True:
             self._wanted.clear()
             try:
-                await self._refuse(self._name, self.problem)
+                await self._refuse(self.problem)
                 await self._wanted.wait()
             except Exception:
                 log.exception("could not refuse the jobs of %s", self._name, extra=self._whose)
@@ -243,22 +267,20 @@ class Keeper:
         if self._task is None:
             return
         self._stopping = True
-        process = self._process
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            if not self.is_ready or not await _ends_within(process, STOP_SECONDS):
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+        life = self._life
+        if life is not None:
+            life.dismiss()
+            if not self.is_ready or not await _ends_within(life, STOP_SECONDS):
+                life.kill()
+                await life.ended()
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
 
 
-async def _ends_within(process: asyncio.subprocess.Process, seconds: float) -> bool:
+async def _ends_within(life: Life, seconds: float) -> bool:
     try:
-        await asyncio.wait_for(process.wait(), seconds)
+        await asyncio.wait_for(life.ended(), seconds)
     except TimeoutError:
         return False
     return True

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeAlias
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -56,9 +56,14 @@ _QUOTING_ERRORS = (InvalidInputError, LookupError, ValueError, TypeError, msgspe
 _about: ContextVar[dict[str, object] | None] = ContextVar("about", default=None)
 
 
-def configure(style: LogFormat = "text", level: LogLevel = "info", **constants: str) -> None:
-    """Log to standard error from now on; `constants` are fields of every line. Libraries speak of trouble only."""
-    handler = logging.StreamHandler(sys.stderr)
+def configure(
+    style: LogFormat = "text", level: LogLevel = "info", stream: TextIO | None = None, **constants: str
+) -> None:
+    """Log to standard error, or to `stream`, from now on; `constants` are fields of every line.
+
+    Libraries speak of trouble only.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_JsonLines(constants) if style == "json" else _TextLines(constants))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("tinsmith").setLevel(level.upper())

@@ -8,7 +8,7 @@ import os
 import platform
 import signal
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from types import FrameType
@@ -17,7 +17,9 @@ from tinsmith._version import __version__
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
 from tinsmith.server.config import DATABASE_FILE, ServerConfig
+from tinsmith.server.crew import places
 from tinsmith.server.full_disk import WaitError
+from tinsmith.server.lives import Lives
 from tinsmith.server.memory import collect_seldom
 from tinsmith.server.models import ModelFacts, describe
 from tinsmith.server.serve import ApiServer, allow_many_connections, listen
@@ -48,7 +50,8 @@ def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None]) 
     models, missing = _described(config, store)
     _tidy_files(config, store)
     _log_start(config, [*models])
-    workers = WorkerProcesses(config, {name: facts.folder for name, facts in models.items()}, store, missing)
+    folders = {name: facts.folder for name, facts in models.items()}
+    workers = WorkerProcesses(config, folders, store, missing, _lives(config, folders))
     server = ApiServer(create_app(config, store, models, workers))
     collect_seldom()
     # uvicorn stops on these signals and then raises them again, for whoever had the handler before.
@@ -56,6 +59,14 @@ def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None]) 
         signal.signal(number, _nothing_more_to_do)
     asyncio.run(_run(server, workers, config, on_ready))
     log.info("Stopped.")
+
+
+def _lives(config: ServerConfig, base_models: Iterable[str]) -> Lives | None:
+    if not config.ray:
+        return None
+    from tinsmith.server.on_ray.lives import RayLives
+
+    return RayLives(config, {name: places(config.train_workers, config.sample_workers) for name in base_models})
 
 
 def _tidy_files(config: ServerConfig, store: Store) -> None:

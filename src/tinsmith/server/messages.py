@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import msgspec
 
 from tinsmith.server.logs import LogFormat, LogLevel
 from tinsmith.types import SampleRequest
+
+Role: TypeAlias = Literal["both", "train", "sample"]
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,10 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_checkpoint_bytes: int | None = None
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
+    role: Role = "both"
+    """What of the work on its base model is this worker's."""
+    place: str = ""
+    """Which of the workers of its base model this is, where there are several."""
     last_status: int | None = None
     """How the worker before this one ended; below zero, by which signal."""
 
@@ -110,6 +116,9 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line that a worker writes: every second, and if only to say that it is there."""
 
     ready: bool = False
+    where: str = ""
+    process: int = 0
+    """The machine that the worker is on, and the id of its process there."""
     done: tuple[str, ...] = ()
     """Jobs that have just finished."""
     replay: Replay | None = None

@@ -76,6 +76,7 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         yield self._ready()
+        yield from self._workers()
         yield self._refusals()
         try:
             depths, kept = self._services.store.jobs.depths(), self._services.store.models.kept()
@@ -90,6 +91,23 @@ class Metrics:
         for name in self._services.models:
             ready.add_metric([name], self._services.workers.is_ready(name))
         return ready
+
+    def _workers(self) -> Iterable[Metric]:
+        labels = ["base_model", "worker", "kind", "node"]
+        ready = GaugeMetricFamily("tinsmith_worker_ready", "Whether a worker has loaded its model.", labels=labels)
+        samples = GaugeMetricFamily(
+            "tinsmith_worker_samples",
+            "Samples that a replica was given and that are not done.",
+            labels=["base_model", "worker"],
+        )
+        for name in self._services.models:
+            for state in self._services.workers.states(name):
+                kind = KINDS.get(state.role, state.role)
+                ready.add_metric([name, state.name, kind, state.where], state.is_ready)
+                if state.samples is not None:
+                    samples.add_metric([name, state.name], state.samples)
+        yield ready
+        yield samples
 
     def _refusals(self) -> Metric:
         refusals = CounterMetricFamily(

@@ -32,10 +32,19 @@ MAX_NEWEST = 8
 
 
 class SamplingWeights:
-    def __init__(self, engine: Engine, folders: Folders, spilled: Spilled) -> None:
+    """`on_copy` hears of weights that exist nowhere else."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folders: Folders,
+        spilled: Spilled,
+        on_copy: Callable[[str, FrozenAdapter], None] | None = None,
+    ) -> None:
         self._engine = engine
         self._folders = folders
         self._spilled = spilled
+        self._on_copy = on_copy
         self._frozen: OrderedDict[str, FrozenAdapter] = OrderedDict()
         self._unsaved: set[str] = set()
         self._newest: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
@@ -48,6 +57,8 @@ class SamplingWeights:
         """Weights that exist nowhere else."""
         self._unsaved.add(sampler_id)
         self._add(sampler_id, frozen)
+        if self._on_copy is not None:
+            self._on_copy(sampler_id, frozen)
 
     def get(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> FrozenAdapter | None:
         """The weights of a sampler; None for the base model. `rebuild` replays the model it was copied from."""

@@ -1,4 +1,4 @@
-"""The worker processes, one per base model, and the messages between them and the API."""
+"""The workers of every base model, and the messages between them and the API."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from pathlib import Path
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.keeper import Keeper
+from tinsmith.server.crew import Crew
+from tinsmith.server.keeper import LivesHere
+from tinsmith.server.lives import Lives
 from tinsmith.server.messages import Drawn, Figure, Replay, WorkerSettings
 from tinsmith.server.store import Store
+from tinsmith.server.store.records import Lane, NewJob
+from tinsmith.server.worker_metrics import WorkerState
+from tinsmith.types import SampleRequest
 
 
 class WorkerProcesses:
-    """`missing` says of base models that are not served why their files are of no use."""
+    """`missing` says of base models that are not served why their files are of no use. They live in
+    processes of this machine, unless `lives` says otherwise."""
 
     def __init__(
         self,
@@ -22,36 +28,51 @@ class WorkerProcesses:
         folders: Mapping[str, Path],
         store: Store,
         missing: Mapping[str, str] | None = None,
+        lives: Lives | None = None,
     ) -> None:
-        self._store = store
         self._missing = missing or {}
-        self._keepers = {
-            name: Keeper(name, _settings(config, name, folder), self._hear, self._hear_drawn, self._refuse)
-            for name, folder in folders.items()
-        }
+        self._lives = lives or LivesHere()
+        self._starting: asyncio.Task[None] | None = None
+        self._is_starting = asyncio.Event()
         self._notices: list[Callable[[Sequence[str]], None]] = []
         self._drawn_notices: list[Callable[[Sequence[Drawn]], None]] = []
+        self._crews = {
+            name: Crew(
+                _settings(config, name, folder), config.sample_workers, store, self._lives, self._hear, self._hear_drawn
+            )
+            for name, folder in folders.items()
+        }
 
-    def wake(self, base_model: str) -> None:
+    def wake(self, base_model: str, replica: str | None = None) -> None:
         """Tells a worker that there is work. Never blocks, never fails."""
-        keeper = self._keepers.get(base_model)
-        if keeper is not None:
-            keeper.wake()
+        crew = self._crews.get(base_model)
+        if crew is not None:
+            crew.wake(replica)
 
-    def is_ready(self, base_model: str) -> bool:
-        return base_model in self._keepers and self._keepers[base_model].is_ready
+    def choose_replica(self, job: NewJob, request: SampleRequest) -> str:
+        return self._crews[job.base_model].choose_replica(job, request) if job.base_model in self._crews else ""
+
+    def are_over(self, request_ids: Sequence[str]) -> None:
+        for crew in self._crews.values():
+            crew.are_over(request_ids)
+
+    def is_ready(self, base_model: str, lane: Lane | None = None) -> bool:
+        return base_model in self._crews and self._crews[base_model].is_ready(lane)
 
     def problem(self, base_model: str) -> str | None:
-        return self._keepers[base_model].problem if base_model in self._keepers else self._missing.get(base_model)
+        return self._crews[base_model].problem if base_model in self._crews else self._missing.get(base_model)
 
-    def held_up(self, base_model: str, model_id: str) -> str | None:
-        return self._keepers[base_model].held_up(model_id) if base_model in self._keepers else None
+    def held_up(self, base_model: str, stream: str = "", lane: Lane | None = None) -> str | None:
+        return self._crews[base_model].held_up(stream, lane) if base_model in self._crews else None
 
     def replay(self, base_model: str) -> Replay | None:
-        return self._keepers[base_model].replay if base_model in self._keepers else None
+        return self._crews[base_model].replay if base_model in self._crews else None
 
     def figures(self, base_model: str) -> Iterable[Figure]:
-        return self._keepers[base_model].told.figures() if base_model in self._keepers else ()
+        return self._crews[base_model].figures() if base_model in self._crews else ()
+
+    def states(self, base_model: str) -> Sequence[WorkerState]:
+        return self._crews[base_model].states() if base_model in self._crews else ()
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)
@@ -60,19 +81,32 @@ class WorkerProcesses:
         self._drawn_notices.append(notice)
 
     async def start(self) -> None:
-        for keeper in self._keepers.values():
-            keeper.start()
+        """Returns at once; `ready` waits for it, and has its errors."""
+        self._starting = asyncio.create_task(self._start())
+        self._is_starting.set()
+
+    async def _start(self) -> None:
+        await self._lives.prepare()
+        for crew in self._crews.values():
+            await crew.start()
 
     async def ready(self) -> None:
         """Waits until every worker has loaded its model or was given up; an error if there is none left to serve."""
-        keepers = self._keepers.values()
-        await asyncio.gather(*(keeper.settled.wait() for keeper in keepers))
-        problems = [keeper.problem for keeper in keepers if keeper.problem is not None]
-        if len(problems) == len(keepers):
+        await self._is_starting.wait()
+        assert self._starting is not None
+        await self._starting
+        crews = self._crews.values()
+        await asyncio.gather(*(crew.settled() for crew in crews))
+        problems = [crew.problem for crew in crews if crew.problem is not None]
+        if len(problems) == len(crews):
             raise ConfigError(" ".join(problems))
 
     async def stop(self) -> None:
-        await asyncio.gather(*(keeper.stop() for keeper in self._keepers.values()))
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await asyncio.gather(*(crew.stop() for crew in self._crews.values()))
+        await self._lives.close()
 
     def _hear(self, done: Sequence[str]) -> None:
         for notice in self._notices:
@@ -81,11 +115,6 @@ class WorkerProcesses:
     def _hear_drawn(self, drawn: Sequence[Drawn]) -> None:
         for notice in self._drawn_notices:
             notice(drawn)
-
-    async def _refuse(self, base_model: str, reason: str) -> None:
-        failed = await asyncio.to_thread(self._store.jobs.fail_all, base_model, reason)
-        self._keepers[base_model].told.add("tinsmith_jobs_given_up_total", len(failed))
-        self._hear(failed)
 
 
 def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:

@@ -19,6 +19,9 @@ COMPANY = (sys.maxsize, 16, 1)
 HELD_UP = 75
 """In place of an exit status: the database was out of reach or the disk full, and no job is to blame."""
 
+UNSEEN = 76
+"""In place of an exit status: the worker was on another machine, and nobody there could tell how it ended."""
+
 _UNLIMITED = 2**31 - 1  # the largest number that every database compares with a count
 
 MAX_CRASHES = 3
@@ -45,7 +48,7 @@ def max_attempts(status: int | None) -> int:
     """How often a job may be begun when the last worker ended with this status; `None` if nobody saw it end."""
     if status == HELD_UP:
         return _UNLIMITED
-    return MAX_KILLS if status in (None, -signal.SIGKILL) else MAX_CRASHES
+    return MAX_KILLS if status in (None, UNSEEN, -signal.SIGKILL) else MAX_CRASHES
 
 
 def epitaph(status: int | None) -> str:
@@ -61,6 +64,8 @@ def ending(status: int | None) -> str:
     """How a process ended, in words."""
     if status is None:
         return "together with the server"
+    if status == UNSEEN:
+        return "unseen, on the cluster; its memory may have run out, or its machine be gone"
     if status >= 0:
         return f"with exit status {status}"
     name = signal.Signals(-status).name if -status in set(signal.Signals) else "unknown"

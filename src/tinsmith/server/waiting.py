@@ -19,7 +19,9 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.messages import Drawn, Figure, Replay
 from tinsmith.server.outage import Outage
 from tinsmith.server.store import StoreUnavailableError
-from tinsmith.server.store.records import Abandoned, Status
+from tinsmith.server.store.records import Abandoned, Lane, NewJob, Status
+from tinsmith.server.worker_metrics import WorkerState
+from tinsmith.types import SampleRequest
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +41,40 @@ Query: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 class Workers(Protocol):
     """The processes that run jobs, as far as the API needs them."""
 
-    def wake(self, base_model: str) -> None:
-        """Tell the worker of this model that there is work. Never blocks, never fails."""
+    def wake(self, base_model: str, replica: str | None = None) -> None:
+        """Tell the workers of this model, or the one that such jobs are for, that there is work.
 
-    def is_ready(self, base_model: str) -> bool:
-        """Whether the worker has loaded its model."""
+        Never blocks, never fails.
+        """
+
+    def choose_replica(self, job: NewJob, request: SampleRequest) -> str:
+        """Who draws this sample, which counts as its work until it is done or `are_over` is called.
+
+        Empty if that is not settled, or if there is only one worker.
+        """
+
+    def are_over(self, request_ids: Sequence[str]) -> None:
+        """These were not submitted after all, or are settled without their workers."""
+
+    def is_ready(self, base_model: str, lane: Lane | None = None) -> bool:
+        """Whether its workers have loaded their model: those for this kind of work, or all kinds."""
 
     def problem(self, base_model: str) -> str | None:
         """Why this model will not be loaded at all, if so."""
 
-    def held_up(self, base_model: str, model_id: str) -> str | None:
-        """What the worker waits for, if it can do nothing at the moment, or nothing for this model."""
+    def held_up(self, base_model: str, stream: str = "", lane: Lane | None = None) -> str | None:
+        """What those wait for who do this kind of work, if they can do nothing at the moment, or nothing for this model
+        or sampler. Without a kind: what any of its workers waits for.
+        """
 
     def replay(self, base_model: str) -> Replay | None:
         """Which model is being built again, if one is, and how far it is."""
 
     def figures(self, base_model: str) -> Iterable[Figure]:
         """What its workers have counted, for the page of metrics."""
+
+    def states(self, base_model: str) -> Sequence[WorkerState]:
+        """Its workers one by one."""
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         """Call `notice` on the API's event loop with the ids of jobs that have just finished."""
@@ -71,6 +90,7 @@ class Workers(Protocol):
 def note_abandoned(abandoned: Abandoned, waiting: Waiting, workers: Workers) -> None:
     """Tell everybody about samples that were cancelled, or are to be."""
     waiting.notice(abandoned.cancelled)
+    workers.are_over(abandoned.cancelled)
     for base_model in abandoned.asked:
         workers.wake(base_model)
 

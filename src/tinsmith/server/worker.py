@@ -20,7 +20,6 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server import audit
 from tinsmith.server.bell import Bell
 from tinsmith.server.checks import check_sampler
-from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
 from tinsmith.server.engine.engine import Engine
 from tinsmith.server.engine.generate import SampleDone
 from tinsmith.server.engine.running import SampleWork
@@ -28,17 +27,20 @@ from tinsmith.server.engine.stopping import Decode
 from tinsmith.server.full_disk import WaitError, WaitingForRoom, is_full
 from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import Drawn, Replay, SampleJob, WorkerSettings
+from tinsmith.server.recovery import put_back
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.schedule import Served, TrainingJob, note_begun, note_served, schedule
 from tinsmith.server.shown import ShownSamples
-from tinsmith.server.snapshots import LostError
 from tinsmith.server.storage import open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
-from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Outcome, Sampler
-from tinsmith.server.suspects import epitaph, max_attempts, together
+from tinsmith.server.store.jobs import PLACE_END
+from tinsmith.server.store.records import Cancelled, Done, Job, Outcome
+from tinsmith.server.suspects import together
 from tinsmith.server.token_news import TokenNews
 from tinsmith.server.trainer import PROTOBUF, Trainer, refused, server_failure
 from tinsmith.server.watchdog import Watchdog
+from tinsmith.server.weights_exchange import AskedTrainer, PublishedWeights
+from tinsmith.server.weights_sources import FetchedWeights, OwnWeights, WeightsSource, publish_wanted
 from tinsmith.server.worker_metrics import WorkerMetrics
 from tinsmith.types import SamplingParams
 from tinsmith.wire import json, proto
@@ -59,6 +61,9 @@ class Worker:
     `tell_held_up` that all work waits for room.
     `tell_drawn` hears tokens as they are drawn, where that was asked for.
 
+    A worker that only trains hands the weights of samplers to others, as `published`; one that only samples asks its
+    `trainer` for them.
+
     `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
     """
 
@@ -75,8 +80,14 @@ class Worker:
         tell_held_up: Callable[[Exception], None] = lambda error: None,
         metrics: WorkerMetrics | None = None,
         tell_drawn: Callable[[Sequence[Drawn]], None] = lambda drawn: None,
+        published: PublishedWeights | None = None,
+        trainer: AskedTrainer | None = None,
     ) -> None:
-        self._name = f"worker-{uuid4().hex[:12]}"
+        name = f"worker-{uuid4().hex[:12]}"
+        self._place = settings.place
+        self._name = f"{settings.place}{PLACE_END}{name}" if settings.place else name
+        self._trains, self._samples = settings.role != "sample", settings.role != "train"
+        self._replica = settings.place if settings.role == "sample" else ""
         self._base_model = settings.base_model
         self._last_status = settings.last_status
         self._store = store
@@ -86,13 +97,18 @@ class Worker:
         state = Path(settings.state)
         storage = open_storage(state, settings.storage, settings.cache_bytes)
         folders, snapshots = storage.checkpoints, storage.snapshots
-        self._weights = SamplingWeights(engine, folders, storage.spilled)
+        self._published = published
+        copies = SamplingWeights(engine, folders, storage.spilled, on_copy=published.publish if published else None)
         self._metrics = metrics or WorkerMetrics()
         self._tell_replay = tell_replay
         self._tell_held_up = tell_held_up
         self._no_room = WaitingForRoom(state, tell_no_room)
-        self._trainer = Trainer(engine, store, folders, snapshots, self._weights, settings, self._note_replay)
+        self._trainer = Trainer(engine, store, folders, snapshots, copies, settings, self._note_replay)
         self._trainer.live.metrics = self._metrics
+        self._own_weights = OwnWeights(store, copies, self._trainer.live)
+        self._weights: WeightsSource = self._own_weights
+        if trainer is not None:
+            self._weights = FetchedWeights(engine, store, copies, storage.spilled, trainer)
         self._decode = tokenizer_decode(Path(settings.folder))
         self._training: dict[str, Job] = {}
         self._to_sample: dict[str, Job] = {}
@@ -150,29 +166,25 @@ class Worker:
 
     def _recover(self) -> None:
         """Done at the start alone: a worker that ends late would put back what its successor is working on."""
-        status = self._last_status
-        over = self._store.jobs.requeue(
-            self._base_model, max_attempts=max_attempts(status), error=epitaph(status), forgiven=self._begun
-        )
+        recovered = put_back(self._store, self._base_model, self._last_status, place=self._place, forgiven=self._begun)
         self._begun.clear()
-        self._tell_done(over)
-        known = self._store.results.statuses(over).values()
-        given_up = [each for each in known if isinstance(each.outcome, Failed)]
-        self._metrics.gave_up(len(given_up))
-        for event in filter(None, map(audit.given_up, given_up)):
-            self._store.audit.record(event)
+        self._tell_done(recovered.over)
+        self._metrics.gave_up(recovered.num_given_up)
 
     def _look(self) -> None:
         """Takes new jobs from the store, and drops what nobody wants any more."""
+        if self._published is not None:
+            publish_wanted(self._published, self._own_weights, self._store)
         claim = partial(
             self._store.jobs.claim,
             self._base_model,
             self._name,
-            train=MAX_CLAIMED_TRAINING - len(self._training),
-            sample=MAX_CLAIMED_SAMPLES - len(self._sampling) - len(self._to_sample),
+            train=self._trains * (MAX_CLAIMED_TRAINING - len(self._training)),
+            sample=self._samples * (MAX_CLAIMED_SAMPLES - len(self._sampling) - len(self._to_sample)),
             train_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._training),
             sample_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._to_sample) - _payload_bytes(self._sampling),
             without=self._no_room.look(),
+            replica=self._replica,
         )
         claimed = self._written(claim)
         for job in claimed:
@@ -279,14 +291,12 @@ class Worker:
         if sampler is None:
             raise InvalidInputError(f"There is no sampler {job.sampler_id!r}.", field="sampling_session_id")
         check_sampler(sampler)
-        if sampler.model_path is not None and sampler.sampler_id not in self._weights:
-            self._check_source(sampler.model_path, sampler)
         return SampleWork(
             key=job.request_id,
             prompt=request.prompt.to_ints(),
             params=seeded(request.sampling_params, job.request_id),
             num_samples=request.num_samples,
-            adapter=self._weights_of(sampler),
+            adapter=self._weights.of(sampler),
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             topk_sample_logprobs=request.topk_sample_logprobs,
@@ -298,39 +308,6 @@ class Worker:
             is_streamed=request.is_streamed,
             owner=job.owner,
         )
-
-    def _weights_of(self, sampler: Sampler) -> FrozenAdapter | None:
-        if sampler.model_id is None or sampler.model_seq_id is not None:
-            return self._weights.get(sampler, self._rebuilt)
-        model = self._store.models.get(sampler.model_id, sampler.owner)
-        if model is None or model.removed is not None:
-            raise InvalidInputError(f"The model {sampler.model_id} is not kept any more.", field="model")
-        seq_id, adapter = self._trainer.live.newest(model)
-        return self._weights.newest(model.model_id, seq_id, lambda: adapter().frozen_copy())
-
-    def _check_source(self, path: str, sampler: Sampler) -> None:
-        """A sampler stands for the weights it was made from, not for what was saved under their name later."""
-        if sampler.saved_by is None:
-            return
-        checkpoint = self._store.checkpoints.get(CheckpointKey.of(path), sampler.owner)
-        if checkpoint is not None and checkpoint.request_id != sampler.saved_by:
-            raise InvalidInputError(
-                f"{path} was overwritten after this sampling client was made; make a new one.",
-                field="sampling_session_id",
-            )
-
-    def _rebuilt(self, sampler: Sampler) -> Adapter:
-        model = self._store.models.get(sampler.model_id or "", sampler.owner)
-        if model is None or sampler.model_seq_id is None:
-            raise InvalidInputError("The model this sampler was copied from is gone.", field="sampling_session_id")
-        try:
-            return self._trainer.live.rebuilt(model, before_seq=sampler.model_seq_id)
-        except InvalidInputError as error:
-            raise LostError(
-                f"The weights of this sampler are lost with {model.model_id}: {error.message.rstrip('.')}. Make a new "
-                "sampling client from a checkpoint.",
-                field="sampling_session_id",
-            ) from error
 
     def _sample(self) -> None:
         try:

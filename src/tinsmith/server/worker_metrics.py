@@ -17,7 +17,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric
 
-from tinsmith.server.messages import Figure
+from tinsmith.server.messages import Figure, Role
 from tinsmith.server.reasons import LIMITS
 from tinsmith.server.store.records import Failed, Job, JobKind, Outcome
 
@@ -215,6 +215,31 @@ class Told:
 
 _FAMILIES = [family for family in WorkerMetrics().registry.collect() if family.name != "tinsmith_quota_refusals"]
 _LEVELS = {family.name for family in _FAMILIES if family.type == "gauge"}
+
+
+class WorkerState(NamedTuple):
+    """One of the workers of a base model, for those who watch."""
+
+    name: str
+    role: Role
+    where: str
+    process: int
+    """The machine that it is on, and its process there; empty if it is one of this server's own."""
+    is_ready: bool
+    problem: str | None
+    samples: int | None
+    """Samples that it was given and that are not done; `None` if it is not chosen for them."""
+
+
+def added_up(trainer: Iterable[Figure], replicas: Iterable[Iterable[Figure]]) -> list[Figure]:
+    """What the workers of one base model have told, in one. How large batches may be, only the trainer knows."""
+    total: _Figures = {figure.place: figure for figure in trainer}
+    for figures in replicas:
+        for figure in figures:
+            if figure.name != "tinsmith_training_batch_tokens":
+                before = total[figure.place].value if figure.place in total else 0.0
+                total[figure.place] = Figure(figure.name, figure.labels, before + figure.value)
+    return list(total.values())
 
 
 class Worked(NamedTuple):

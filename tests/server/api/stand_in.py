@@ -26,6 +26,7 @@ from tinsmith.server.store.records import (
     Failed,
     Job,
     NewCheckpoint,
+    NewJob,
     NewSampler,
     Outcome,
     Sampled,
@@ -34,6 +35,8 @@ from tinsmith.server.store.records import (
     Stepped,
     TrainedOn,
 )
+from tinsmith.server.worker_metrics import WorkerState
+from tinsmith.types import SampleRequest
 from tinsmith.wire import json, proto
 from tinsmith.wire import tinker_pb2 as pb
 
@@ -70,17 +73,23 @@ class StandInWorkers:
 
     # What the API sees
 
-    def wake(self, base_model: str) -> None:
+    def wake(self, base_model: str, replica: str | None = None) -> None:
         self.woken[base_model] += 1
         self._work.set()
 
-    def is_ready(self, base_model: str) -> bool:
+    def choose_replica(self, job: NewJob, request: SampleRequest) -> str:
+        return ""
+
+    def are_over(self, request_ids: Sequence[str]) -> None:
+        pass
+
+    def is_ready(self, base_model: str, lane: str | None = None) -> bool:
         return self.ready
 
     def problem(self, base_model: str) -> str | None:
         return None
 
-    def held_up(self, base_model: str, model_id: str) -> str | None:
+    def held_up(self, base_model: str, stream: str = "", lane: str | None = None) -> str | None:
         return self.trouble
 
     def replay(self, base_model: str) -> Replay | None:
@@ -88,6 +97,9 @@ class StandInWorkers:
 
     def figures(self, base_model: str) -> Sequence[Figure]:
         return ()
+
+    def states(self, base_model: str) -> Sequence[WorkerState]:
+        return [WorkerState("worker", "both", "", 0, self.ready, None, None)]
 
     def on_done(self, notice: Callable[[Sequence[str]], None]) -> None:
         self._notices.append(notice)

@@ -254,6 +254,17 @@ def test_the_overview_tells_how_the_models_are_and_what_waits(server: RunningSer
         "is_ready": True,
         "problem": None,
         "held_up": None,
+        "workers": [
+            {
+                "name": "worker",
+                "role": "both",
+                "where": "",
+                "process": 0,
+                "is_ready": True,
+                "problem": None,
+                "samples": None,
+            }
+        ],
         "replay": {"replayed": 3, "total": 10},
         "train_tokens_per_second": None,
         "sample_tokens_per_second": None,

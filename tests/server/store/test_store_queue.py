@@ -231,7 +231,7 @@ def test_a_claim_looks_for_no_more_owners_than_can_get_something(store: Store) -
     """With ten thousand of them, finding all took most of the time of a claim."""
     for number in range(50):
         store.jobs.enqueue(sample(0, owner=f"owner-{number:02}", sampler_id=f"{number}:sample:0"))
-    where = {"base_model": "tiny", "lane": "sample", "after": "owner-40"}
+    where = {"base_model": "tiny", "lane": "sample", "replica": "", "after": "owner-40"}
     found = store._database.read(lambda connection: [*connection.scalars(_OWNERS, {**where, "count": 3})])
     assert found == ["owner-41", "owner-42", "owner-43"]
     rest = store._database.read(lambda connection: [*connection.scalars(_OWNERS, {**where, "count": 100})])

@@ -14,7 +14,9 @@ import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -75,6 +77,27 @@ def read_frozen(path: Path, model: Transformer) -> FrozenAdapter:
             raise DamagedError(f"{path.name} says {sorted(metadata)} of itself instead of {sorted(_SPEC_FIELDS)}")
         compare(path.name, _frozen_checksum(metadata, flat), None if expected is None else int(expected))
         spec = AdapterSpec(**{name: json.loads(text) for name, text in metadata.items()})
+    return FrozenAdapter(layout_of(model.shape, spec), flat, spec)
+
+
+class PackedAdapter(NamedTuple):
+    """The weights of a sampler as they travel between processes: the bytes of one array, and what they mean."""
+
+    spec: Mapping[str, Any]
+    dtype: str
+    flat: np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def pack(frozen: FrozenAdapter) -> PackedAdapter:
+    spec = {name: getattr(frozen.spec, name) for name in _SPEC_FIELDS}
+    dtype = str(frozen.flat.dtype).removeprefix("torch.")
+    return PackedAdapter(spec, dtype, frozen.flat.cpu().view(torch.uint8).numpy())
+
+
+def unpack(packed: PackedAdapter, model: Transformer) -> FrozenAdapter:
+    """A copy: the bytes may lie in memory that others share, and that cannot be written."""
+    spec = AdapterSpec(**packed.spec)
+    flat = torch.from_numpy(packed.flat.copy()).view(getattr(torch, packed.dtype)).to(model.device)
     return FrozenAdapter(layout_of(model.shape, spec), flat, spec)
 
 

@@ -35,6 +35,7 @@ class Part:
     """The samples of one prompt."""
 
     job: NewJob
+    request: SampleJob
     request_id: str
     num_samples: int
     watch: Watch
@@ -77,7 +78,7 @@ class Asking:
             size=check_sampling(request, facts),
         )
         request_id = ids.request_id(sampler.sampler_id, number)
-        return Part(job, request_id, request.num_samples, Watch(request.num_samples, self.news, self.too_slow))
+        return Part(job, request, request_id, request.num_samples, Watch(request.num_samples, self.news, self.too_slow))
 
     @property
     def request_id(self) -> str:
@@ -90,7 +91,7 @@ class Asking:
             self._hold()
             self._submitted = self.parts
             # All of them, even if one fails: what is under way can only be given up when it has arrived.
-            submitting = (accept(self._call, part.job) for part in self.parts)
+            submitting = (accept(self._call, part.job, sample=part.request) for part in self.parts)
             results = await asyncio.gather(*submitting, return_exceptions=True)
             failed = {number: each for number, each in enumerate(results) if isinstance(each, BaseException)}
             self._submitted = [part for number, part in enumerate(self.parts) if number not in failed]

@@ -18,7 +18,7 @@ from tinsmith.server.routes._call import Call, parse_json, reply, shortened, sta
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model, NewJob, NewModel, Submission
-from tinsmith.types import UntypedAPIFuture
+from tinsmith.types import SampleRequest, UntypedAPIFuture
 from tinsmith.types._model import Request
 from tinsmith.wire import json
 
@@ -28,9 +28,14 @@ R = TypeVar("R", bound=Request)
 
 
 async def accept(
-    call: Call, job: NewJob, refusal: InvalidInputError | None = None, *, model: NewModel | None = None
+    call: Call,
+    job: NewJob,
+    refusal: InvalidInputError | None = None,
+    *,
+    model: NewModel | None = None,
+    sample: SampleRequest | None = None,
 ) -> Enqueued:
-    """Queue the job, or record why it was refused."""
+    """Queue the job, or record why it was refused. `model` is what it creates, `sample` what is to be drawn."""
     logs.about(session_id=job.session_id, model_id=job.model_id)
     if refusal is not None:
         call.services.count_refusal(refusal)
@@ -40,9 +45,24 @@ async def accept(
         job = msgspec.structs.replace(job, key_id=call.caller.key.key_id)
     async with call.services.backlog.admitted(job):
         event = audit.submitted(call, job)
-        enqueued = await _enqueue(call, Submission(job=job, model=model, event=event))
+        if sample is None:
+            enqueued = await _enqueue(call, Submission(job=job, model=model, event=event))
+        else:
+            job = msgspec.structs.replace(job, replica=call.services.workers.choose_replica(job, sample))
+            enqueued = await _enqueue_sample(call, Submission(job=job, event=event))
     if job.base_model is not None:
-        call.services.workers.wake(job.base_model)
+        call.services.workers.wake(job.base_model, job.replica)
+    return enqueued
+
+
+async def _enqueue_sample(call: Call, submission: Submission) -> Enqueued:
+    is_new = False
+    try:
+        enqueued = await _enqueue(call, submission)
+        is_new = enqueued.is_new
+    finally:
+        if not is_new and submission.job.seq_id is not None:
+            call.services.workers.are_over([ids.request_id(submission.job.stream, submission.job.seq_id)])
     return enqueued
 
 
@@ -79,6 +99,7 @@ async def give_up(call: Call, request_id: str, base_model: str | None) -> None:
     became = await call.stored(call.store.jobs.cancel, request_id, call.owner)
     if became == "cancelled":
         call.services.waiting.notice([request_id])
+        call.services.workers.are_over([request_id])
     elif became == "asked" and base_model is not None:
         call.services.workers.wake(base_model)
 

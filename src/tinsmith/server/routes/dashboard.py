@@ -53,7 +53,8 @@ def _model(call: Call, name: str) -> dict[str, Any]:
         "name": name,
         "is_ready": workers.is_ready(name),
         "problem": workers.problem(name),
-        "held_up": workers.held_up(name, ""),
+        "held_up": workers.held_up(name),
+        "workers": [state._asdict() for state in workers.states(name)],
         "replay": replay and {"replayed": replay.replayed, "total": replay.total},
         **call.services.rates.look(name, workers.figures(name))._asdict(),
     }

@@ -14,7 +14,7 @@ from tinsmith.server.messages import Replay
 from tinsmith.server.routes._call import JSON, PROTOBUF, Call, Endpoint, reply, reply_plain, status_error
 from tinsmith.server.routes._found import sampler_named
 from tinsmith.server.routes._submit import give_up
-from tinsmith.server.store.records import Completion, Completions, Done, Expired, Failed, Status
+from tinsmith.server.store.records import Completion, Completions, Done, Expired, Failed, Lane, Status
 from tinsmith.types import (
     CancelFutureRequest,
     FutureCompletion,
@@ -128,11 +128,12 @@ def _why_paused(call: Call, status: Status) -> str | None:
     if status.base_model is None:
         return None
     workers = call.services.workers
-    if not workers.is_ready(status.base_model):
-        is_served = status.base_model in call.services.models
-        return f"{status.base_model} is {'being loaded' if is_served else 'not served at the moment'}"
+    lane: Lane = "sample" if status.kind == "sample" else "train"
+    if not workers.is_ready(status.base_model, lane):
+        what = "being loaded" if status.base_model in call.services.models else "not served at the moment"
+        return workers.held_up(status.base_model, lane=lane) or f"{status.base_model} is {what}"
     stream = status.request_id.rpartition(":")[0]
-    return workers.held_up(status.base_model, stream) or _replay(workers.replay(status.base_model), status)
+    return workers.held_up(status.base_model, stream, lane) or _replay(workers.replay(status.base_model), status)
 
 
 def _replay(replay: Replay | None, status: Status) -> str | None:

@@ -117,7 +117,7 @@ async def asample(call: Call) -> Response:
         job = msgspec.structs.replace(job, size=tokens)
     except InvalidInputError as error:
         refusal = error
-    enqueued = await accept(call, job, refusal)
+    enqueued = await accept(call, job, refusal, sample=None if isinstance(request, InvalidInputError) else request)
     return acknowledged(enqueued, [f"{enqueued.request_id}:{index}" for index in range(num_samples)])
 
 

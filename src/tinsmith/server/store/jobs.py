@@ -33,6 +33,7 @@ from tinsmith.server.store.records import (
     Outcome,
     Queued,
     QueueDepth,
+    Stray,
     Submission,
 )
 from tinsmith.server.store.schema import jobs, payloads, results, sessions, streams, turns
@@ -66,6 +67,7 @@ def _ready(table: sa.FromClause, lane: Lane | None = None) -> sa.ColumnElement[b
     return sa.and_(
         table.c.base_model == sa.bindparam("base_model"),
         table.c.lane == (sa.bindparam("lane") if lane is None else lane),
+        table.c.replica == sa.bindparam("replica"),
         table.c.state == sa.literal_column("'queued'"),
         table.c.turn.is_not(None),
     )
@@ -140,6 +142,10 @@ _NO_EVENTS: Mapping[str, NewEvent] = MappingProxyType({})
 _AT_ONCE = 500  # jobs settled in one transaction, so that nobody waits long for the write lock
 
 
+PLACE_END = "/"
+"""Between a worker's place, where it has one, and the rest of its name."""
+
+
 class Jobs:
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -194,6 +200,7 @@ class Jobs:
         train_bytes: int = sys.maxsize,
         sample_bytes: int = sys.maxsize,
         without: Collection[str] = (),
+        replica: str = "",
     ) -> list[Job]:
         """Take up to so many jobs of each kind that may run, marked as running for this worker.
 
@@ -202,18 +209,20 @@ class Jobs:
         which we work for now.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
-        and within an owner the streams take turns. One worker at a time claims for a base model.
+        and within an owner the streams take turns. One worker at a time claims training for a base model, and one what
+        is for a `replica`.
         """
         rooms: dict[Lane, tuple[int, int]] = {"train": (train, train_bytes), "sample": (sample, sample_bytes)}
+        where = {"base_model": base_model, "replica": replica}
         # Looking takes no lock: a worker that looks in vain keeps nobody from submitting.
-        waiting = self._database.read(lambda connection: connection.scalars(_LANES, {"base_model": base_model}).all())
+        waiting = self._database.read(lambda connection: connection.scalars(_LANES, where).all())
         wanted = {lane: room for lane, room in rooms.items() if min(room) > 0 and lane in waiting}
         if not wanted:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
             pick = _PICK if not without else _PICK.where(jobs.c.stream.not_in(without))
-            claims = (self._claim(connection, base_model, worker, lane, *room, pick) for lane, room in wanted.items())
+            claims = (self._claim(connection, where, worker, lane, *room, pick) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
         return self._database.write(write, durable=False)
@@ -221,14 +230,14 @@ class Jobs:
     def _claim(
         self,
         connection: sa.Connection,
-        base_model: str,
+        where: Mapping[str, str],
         worker: str,
         lane: Lane,
         limit: int,
         room_bytes: int,
         pick: sa.Select[Any],
     ) -> list[Job]:
-        reached = self._pick(connection, base_model, lane, limit, room_bytes, pick)
+        reached = self._pick(connection, {**where, "lane": lane}, limit, room_bytes, pick)
         if not reached:
             return []
         picked = list(reached)
@@ -241,7 +250,7 @@ class Jobs:
         connection.execute(
             self._advance_turn,
             [
-                {"base_model": base_model, "lane": lane, "owner": owner, "turn": turn}
+                {"base_model": where["base_model"], "lane": lane, "owner": owner, "turn": turn}
                 for owner, turn in sorted(clock.items())
             ],
         )
@@ -250,22 +259,21 @@ class Jobs:
     def _pick(
         self,
         connection: sa.Connection,
-        base_model: str,
-        lane: Lane,
+        where: Mapping[str, str],
         limit: int,
         room_bytes: int,
         pick: sa.Select[Any],
     ) -> dict[str, int]:
         """Requests and their turns: rounds over the owners, equal parts each round, until a limit or the end."""
-        where: dict[str, str] = {"base_model": base_model, "lane": lane}
-        owners = self._in_turn(connection, where, limit)
+        place = where["base_model"], where["lane"]
+        owners = self._in_turn(connection, where, self._last_owner.get(place, ""), limit)
         taken = dict.fromkeys(owners, 0)
         picked: dict[str, int] = {}
         while owners and len(picked) < limit:
             share = math.ceil((limit - len(picked)) / len(owners))
             unexhausted = []
             for owner in owners[: limit - len(picked)]:
-                self._last_owner[base_model, lane] = owner
+                self._last_owner[place] = owner
                 part = {"owner": owner, "share": min(share, limit - len(picked)), "skip": taken[owner]}
                 rows = connection.execute(pick, {**where, **part}).all()
                 for row in rows:
@@ -279,12 +287,11 @@ class Jobs:
             owners = unexhausted
         return picked
 
-    def _in_turn(self, connection: sa.Connection, where: Mapping[str, str], count: int) -> list[str]:
+    def _in_turn(self, connection: sa.Connection, where: Mapping[str, str], last: str, count: int) -> list[str]:
         """Owners with work, as many as can get something: with thousands of them, most have to wait for later claims.
 
         They begin after the owner who came last, so that nobody is left out for ever.
         """
-        last = self._last_owner.get((where["base_model"], where["lane"]), "")
         owners = list(connection.scalars(_OWNERS, {**where, "after": last, "count": count}))
         if last and len(owners) < count:
             # Not compared with the last one here: a database may have an order of its own.
@@ -332,13 +339,19 @@ class Jobs:
 
         return self._database.write(write)
 
-    def requeue(self, base_model: str, *, max_attempts: int, error: str, forgiven: Collection[str] = ()) -> list[str]:
+    def requeue(
+        self, base_model: str, *, max_attempts: int, error: str, forgiven: Collection[str] = (), place: str = ""
+    ) -> list[str]:
         """Put back whatever a dead worker had claimed, in its old place; the last try of the forgiven does not count.
+
+        Where a base model has several workers, `place` is that of the dead one, with which its name begins.
 
         Gives back the jobs that are over instead: those nobody wants any more, and those that were begun as often as
         `max_attempts`, which fail with `error`.
         """
         lost = sa.and_(_RUNNING, jobs.c.base_model == base_model)
+        if place:
+            lost = sa.and_(lost, jobs.c.worker.startswith(f"{place}{PLACE_END}", autoescape=True))
         hopeless = sa.select(jobs.c.request_id).where(lost, jobs.c.attempts >= max_attempts)
         failed = Failed(error=error, category="server")
 
@@ -355,6 +368,33 @@ class Jobs:
         cancelled = self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
         connection.execute(sa.update(jobs).where(which).values(state="queued", worker=None, started=None))
         return cancelled
+
+    def strays(self, base_model: str, replicas: Collection[str]) -> list[Stray]:
+        """Samples that wait for none of these replicas, the oldest of them: theirs is gone, or they never had one."""
+        query = (
+            sa.select(jobs.c.request_id, jobs.c.owner, jobs.c.sampler_id)
+            .where(_QUEUED, jobs.c.turn.is_not(None), jobs.c.base_model == base_model, jobs.c.lane == "sample")
+            .where(jobs.c.replica.not_in(list(replicas)))
+            .order_by(jobs.c.created)
+            .limit(_AT_ONCE)
+        )
+        return self._database.all(query, lambda row: Stray(**row._mapping))
+
+    def deal(self, replicas: Mapping[str, str]) -> set[str]:
+        """From now on these samples are for these replicas; gives back those that still wait, of which it is true."""
+        by_replica: dict[str, list[str]] = {}
+        for request_id, replica in replicas.items():
+            by_replica.setdefault(replica, []).append(request_id)
+
+        def write(connection: sa.Connection) -> set[str]:
+            dealt = set[str]()
+            for replica, request_ids in sorted(by_replica.items()):
+                mine = sa.and_(_QUEUED, jobs.c.request_id.in_(request_ids))
+                update = sa.update(jobs).where(mine).values(replica=replica).returning(jobs.c.request_id)
+                dealt.update(connection.scalars(update))
+            return dealt
+
+        return self._database.write(write, durable=False)
 
     def fail_all(self, base_model: str, error: str) -> list[str]:
         """There will be no worker: everything that waits for one fails, and is given back."""

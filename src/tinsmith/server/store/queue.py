@@ -127,6 +127,7 @@ class _Arrival:
             "model_id": job.model_id,
             "sampler_id": job.sampler_id,
             "size": job.size,
+            "replica": job.replica,
             "created": self.now,
             **self._progress(is_ready),
         }

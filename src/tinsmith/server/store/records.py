@@ -88,6 +88,9 @@ class NewJob(Record):
     key_id: int | None = None
     """The key that it came with, for the audit trail."""
 
+    replica: str = ""
+    """Where there are sampler replicas: the one that draws this sample."""
+
     @property
     def lane(self) -> Lane:
         return "sample" if self.kind == "sample" else "train"
@@ -120,6 +123,14 @@ class Job(Record):
     @property
     def lane(self) -> Lane:
         return "sample" if self.kind == "sample" else "train"
+
+
+class Stray(Record):
+    """A sample without a replica that could draw it."""
+
+    request_id: str
+    owner: str
+    sampler_id: str
 
 
 class Enqueued(Record):

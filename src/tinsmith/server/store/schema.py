@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0004"
+REVISION = "0005"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -171,9 +171,13 @@ jobs = sa.Table(
     sa.Column("done_serial", sa.BigInteger),  # rises within a stream, in the order of finishing
     sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),  # how often it was begun
     sa.Column("shown", sa.LargeBinary),  # what it adds to the curves of its model
+    sa.Column("replica", sa.Text, nullable=False, server_default=""),  # the sampler replica that it is for, if any is
     sa.UniqueConstraint("stream", "seq_id"),
     sa.Index(
-        "jobs_ready", "base_model", "lane", "owner", "turn", "created", sqlite_where=_READY, postgresql_where=_READY
+        "jobs_ready",
+        *("base_model", "lane", "replica", "owner", "turn", "created"),
+        sqlite_where=_READY,
+        postgresql_where=_READY,
     ),
     sa.Index("jobs_running", "base_model", "worker", sqlite_where=_RUNNING, postgresql_where=_RUNNING),
     sa.Index("jobs_finished", "stream", "done_serial"),

@@ -79,6 +79,7 @@ function makeModel(model, signal) {
     h("h2", {},
       model.name, " ", h("span", { class: "state", "data-cell": "state" }),
       " ", h("span", { class: "hint", "data-cell": "why" })),
+    h("ul", { class: "workers hint" }),
     h("div", { class: "charts small" }, charts.map((chart) => chart.element)),
   );
   section.addEventListener("advance", () => charts.forEach((chart) => chart.draw()));
@@ -89,7 +90,21 @@ function updateModel(section, model) {
   const [state, why] = health(model);
   fill(section, { state, why });
   section.querySelector(".state").dataset.state = state;
+  // One worker is what the state above is about.
+  const several = model.workers.length > 1 ? model.workers : [];
+  keep(section.querySelector(".workers"), several, (worker) => worker.name, makeWorker, updateWorker);
   section.dispatchEvent(new Event("advance"));
+}
+
+function makeWorker(worker) {
+  return h("li", {}, h("b", {}, worker.name), " ", h("span", { "data-cell": "about" }));
+}
+
+function updateWorker(row, worker) {
+  const state = worker.problem ?? (worker.is_ready ? "ready" : "loading");
+  const place = worker.where ? ` on ${worker.where}` : "";
+  const queue = worker.samples === null ? "" : `, ${count(worker.samples)} samples to draw`;
+  fill(row, { about: `${state}${place}${queue}` });
 }
 
 function health(model) {

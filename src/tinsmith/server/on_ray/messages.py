@@ -1,0 +1,55 @@
+"""What the API process and the bridge to a Ray cluster tell each other, a line of JSON each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from tinsmith.server.logs import LogFormat, LogLevel
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """Room for one worker, on one machine."""
+
+    base_model: str
+    place: str
+    cpus: int
+    processes: int
+    """Each has a GPU of its own, where there are GPUs."""
+
+
+class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line that the bridge reads."""
+
+    address: str
+    seats: tuple[Seat, ...]
+    device: str = "auto"
+    kept_here: str = ""
+    """What of the server's state is on this machine alone, so that no worker may be elsewhere; empty if nothing is."""
+    log_format: LogFormat = "text"
+    log_level: LogLevel = "info"
+
+
+class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What shall happen to one life of a worker, by its number."""
+
+    life: int
+    do: Literal["begin", "wake", "dismiss", "kill"]
+    settings: msgspec.Raw = msgspec.Raw(b"null")
+    """`WorkerSettings` of one that begins."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """About the cluster, or about one life of a worker."""
+
+    is_ready: bool = False
+    """There is room for every worker."""
+    refused: str = ""
+    """Why there is no cluster to be had, and what to do about it."""
+    life: int = 0
+    messages: Sequence[msgspec.Raw] = ()
+    """What it said: `Message` each."""
+    ended: int | None = None
+    """How it ended."""

@@ -1,0 +1,200 @@
+"""Where a worker gets the weights of a sampler: from the models it trains, or from whoever trains them."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import Protocol
+
+from tinsmith.errors import InvalidInputError
+from tinsmith.server.checks import check_sampler
+from tinsmith.server.engine import adapter_files
+from tinsmith.server.engine.adapters import Adapter, FrozenAdapter
+from tinsmith.server.engine.damage import DamagedError
+from tinsmith.server.engine.engine import Engine
+from tinsmith.server.full_disk import WaitError
+from tinsmith.server.live_models import LiveModels
+from tinsmith.server.sampling_weights import MAX_IN_MEMORY, SamplingWeights
+from tinsmith.server.snapshots import LostError
+from tinsmith.server.spilled import Spilled
+from tinsmith.server.store import Store
+from tinsmith.server.store.records import CheckpointKey, Model, Sampler
+from tinsmith.server.weights_exchange import Answer, AskedTrainer, PublishedWeights, Refusal, WeightsWanted
+
+AT_ONCE_SECONDS = 0.1
+"""So long others wait while weights are fetched; what takes longer, only the sampler itself waits for."""
+RETRY_SECONDS = 1.0
+
+
+class WeightsSource(Protocol):
+    def of(self, sampler: Sampler) -> FrozenAdapter | None:
+        """None for the base model."""
+
+
+class ComingError(WaitError):
+    """The weights were asked for and are not here yet."""
+
+    promise = "its samples are drawn as soon as they are here"
+    is_urgent = True
+
+    def __init__(self, answer: Future[Answer]) -> None:
+        super().__init__("the weights of this sampler are on their way from the worker that trains its model")
+        self._answer = answer
+
+    @property
+    def has_passed(self) -> bool:
+        return self._answer.done()
+
+
+class AwayError(WaitError):
+    """Nobody can be asked for the weights at the moment."""
+
+    promise = "its samples are drawn when that is over"
+    is_urgent = True
+
+    def __init__(self) -> None:
+        super().__init__("the worker that has the weights of this sampler is being started again")
+        self._retry_at = time.monotonic() + RETRY_SECONDS
+
+    @property
+    def has_passed(self) -> bool:
+        return time.monotonic() >= self._retry_at
+
+
+class OwnWeights(WeightsSource):
+    """For the worker that trains the models."""
+
+    def __init__(self, store: Store, weights: SamplingWeights, live: LiveModels) -> None:
+        self._store = store
+        self._weights = weights
+        self._live = live
+
+    def of(self, sampler: Sampler) -> FrozenAdapter | None:
+        check_source(self._store, self._weights, sampler)
+        if sampler.model_id is None or sampler.model_seq_id is not None:
+            return self._weights.get(sampler, self._rebuilt)
+        model = followed(self._store, sampler)
+        seq_id, adapter = self._live.newest(model)
+        return self._weights.newest(model.model_id, seq_id, lambda: adapter().frozen_copy())
+
+    def _rebuilt(self, sampler: Sampler) -> Adapter:
+        model = self._store.models.get(sampler.model_id or "", sampler.owner)
+        if model is None or sampler.model_seq_id is None:
+            raise InvalidInputError("The model this sampler was copied from is gone.", field="sampling_session_id")
+        try:
+            return self._live.rebuilt(model, before_seq=sampler.model_seq_id)
+        except InvalidInputError as error:
+            raise LostError(
+                f"The weights of this sampler are lost with {model.model_id}: {error.message.rstrip('.')}. Make a new "
+                "sampling client from a checkpoint.",
+                field="sampling_session_id",
+            ) from error
+
+
+def publish_wanted(published: PublishedWeights, own: OwnWeights, store: Store) -> None:
+    """Makes what replicas have asked for. What has to wait for files is tried again at the next call."""
+    for wanted in published.wanted():
+        try:
+            # All that is done is in the weights, since nothing is being done while we are here.
+            seq_id = -1 if wanted.model_id is None else store.jobs.first_unfinished(wanted.model_id) - 1
+            sampler = store.samplers.get(wanted.sampler_id, wanted.owner)
+            if sampler is None:
+                raise InvalidInputError(f"There is no sampler {wanted.sampler_id!r}.", field="sampling_session_id")
+            check_sampler(sampler)
+            frozen = own.of(sampler)
+            assert frozen is not None
+            published.publish(wanted.name, frozen, seq_id)
+        except InvalidInputError as error:
+            published.refuse(wanted, Refusal(error.message, is_lost=isinstance(error, LostError)))
+        except WaitError:
+            continue
+
+
+class FetchedWeights(WeightsSource):
+    """For a replica. It keeps what it has fetched, the most recently used."""
+
+    def __init__(
+        self, engine: Engine, store: Store, weights: SamplingWeights, spilled: Spilled, trainer: AskedTrainer
+    ) -> None:
+        self._engine = engine
+        self._store = store
+        self._weights = weights
+        self._spilled = spilled
+        self._trainer = trainer
+        self._kept: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
+        self._coming: dict[str, Future[Answer]] = {}
+
+    def of(self, sampler: Sampler) -> FrozenAdapter | None:
+        check_source(self._store, self._weights, sampler)
+        if sampler.model_id is None:
+            return self._weights.get(sampler, _not_from_a_model)
+        wanted = self._wanted(sampler)
+        kept = self._kept.get(wanted.name)
+        if kept is None or kept[0] < wanted.at_least:
+            kept = self._kept[wanted.name] = self._fetched(wanted, sampler)
+            while len(self._kept) > MAX_IN_MEMORY:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(wanted.name)
+        return kept[1]
+
+    def _wanted(self, sampler: Sampler) -> WeightsWanted:
+        if sampler.model_seq_id is not None:
+            return WeightsWanted(sampler.sampler_id, sampler.owner)
+        model = followed(self._store, sampler)
+        newest = self._store.jobs.first_unfinished(model.model_id) - 1
+        return WeightsWanted(sampler.sampler_id, sampler.owner, model.model_id, newest)
+
+    def _fetched(self, wanted: WeightsWanted, sampler: Sampler) -> tuple[int, FrozenAdapter]:
+        answer = self._answer(wanted)
+        if answer is None:
+            if wanted.model_id is not None or not self._spilled.exists(sampler.sampler_id):
+                raise AwayError
+            return -1, self._written(sampler)
+        if isinstance(answer, Refusal):
+            kind = LostError if answer.is_lost else InvalidInputError
+            raise kind(answer.message, field="sampling_session_id")
+        return answer.seq_id, adapter_files.unpack(answer.weights, self._engine.model)
+
+    def _answer(self, wanted: WeightsWanted) -> Answer | None:
+        """None if the trainer is away. An answer that has come late counts, although the model may be newer by now."""
+        asked = self._coming.pop(wanted.name, None) or self._trainer.ask(wanted)
+        try:
+            return asked.result(AT_ONCE_SECONDS)
+        except Exception as error:
+            if asked.done():
+                return None
+            self._coming[wanted.name] = asked
+            asked.add_done_callback(lambda _: self._trainer.ring())
+            raise ComingError(asked) from error
+
+    def _written(self, sampler: Sampler) -> FrozenAdapter:
+        try:
+            return adapter_files.read_frozen(self._spilled.path(sampler.sampler_id), self._engine.model)
+        except DamagedError as error:
+            raise AwayError from error  # who trains the model can make them again
+
+
+def followed(store: Store, sampler: Sampler) -> Model:
+    """The model whose weights, as they are just now, a sampler has."""
+    model = store.models.get(sampler.model_id or "", sampler.owner)
+    if model is None or model.removed is not None:
+        raise InvalidInputError(f"The model {sampler.model_id} is not kept any more.", field="model")
+    return model
+
+
+def check_source(store: Store, weights: SamplingWeights, sampler: Sampler) -> None:
+    """A sampler stands for the weights it was made from, not for what was saved under their name later."""
+    path = sampler.model_path
+    if path is None or sampler.saved_by is None or sampler.sampler_id in weights:
+        return
+    checkpoint = store.checkpoints.get(CheckpointKey.of(path), sampler.owner)
+    if checkpoint is not None and checkpoint.request_id != sampler.saved_by:
+        raise InvalidInputError(
+            f"{path} was overwritten after this sampling client was made; make a new one.",
+            field="sampling_session_id",
+        )
+
+
+def _not_from_a_model(sampler: Sampler) -> Adapter:
+    raise AssertionError(f"{sampler.sampler_id} has no model")
