@@ -2,16 +2,19 @@
 
 from collections import defaultdict
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.server.schedule import (
     BARRIERS_OF_A_STEP,
     MAX_BEGUN,
+    REMEMBERED_SECONDS,
     Served,
     TrainingJob,
     note_begun,
     note_served,
+    note_spent,
     schedule,
 )
 
@@ -146,3 +149,26 @@ def test_who_was_not_seen_for_long_is_forgotten() -> None:
     for _ in range(500):
         note_served(served, [("bob", 1.0)])
     assert "ann" not in served
+
+
+@pytest.mark.parametrize(("turn", "step"), [(0.7, 0.005), (0.1, 0.1), (0.01, 1.0)])
+def test_two_kinds_of_work_get_half_of_the_time_each_however_long_their_turns_are(turn: float, step: float) -> None:
+    spent: dict[str, float] = {}
+    had = {"training": 0.0, "sampling": 0.0}
+    while sum(had.values()) < 60:
+        kind = "training" if spent.get("training", 0.0) <= spent.get("sampling", 0.0) else "sampling"
+        seconds = turn if kind == "training" else step
+        note_spent(spent, kind, seconds)
+        had[kind] += seconds
+    assert had["training"] / sum(had.values()) == pytest.approx(0.5, abs=0.06)
+
+
+def test_a_long_time_alone_is_forgotten_after_seconds() -> None:
+    spent: dict[str, float] = {}
+    for _ in range(10_000):
+        note_spent(spent, "training", 1.0)
+    waited = 0.0
+    while spent.get("sampling", 0.0) < spent["training"]:
+        note_spent(spent, "sampling", 0.01)
+        waited += 0.01
+    assert waited < REMEMBERED_SECONDS

@@ -12,6 +12,7 @@ time. They are counted, so that nobody can keep others waiting with barriers alo
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -22,6 +23,8 @@ BATCHED_KIND = "forward_backward"
 REMEMBERED = 0.9
 """What was served counts less with every later turn: a long night alone must not cost the whole next day."""
 NEGLIGIBLE = 1e-6
+REMEMBERED_SECONDS = 5.0
+"""How long it counts which kind of work had the engine: so long at most one kind may have it after a time without."""
 BARRIERS_OF_A_STEP = 2
 """An optimizer step, and the new weights for a sampler."""
 MAX_BEGUN = 1024
@@ -70,6 +73,16 @@ def note_served(served: dict[str, float], amounts: Iterable[tuple[str, float]]) 
             del served[name]
     for name, amount in amounts:
         served[name] = served.get(name, 0.0) + amount
+
+
+def note_spent(spent: dict[str, float], kind: str, seconds: float) -> None:
+    """Adds to the time that a kind of work had lately. What was before fades with time, not with turns.
+
+    Else the long turns of one kind would be forgotten after a few short ones of the other.
+    """
+    for name in spent:
+        spent[name] *= math.exp(-seconds / REMEMBERED_SECONDS)
+    spent[kind] = spent.get(kind, 0.0) + seconds
 
 
 def note_begun(to_finish: dict[str, int], batch: Sequence[TrainingJob]) -> None:

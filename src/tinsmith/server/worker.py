@@ -29,7 +29,7 @@ from tinsmith.server.memory import give_back_memory
 from tinsmith.server.messages import Drawn, Replay, SampleJob, WorkerSettings
 from tinsmith.server.recovery import put_back
 from tinsmith.server.sampling_weights import SamplingWeights
-from tinsmith.server.schedule import Served, TrainingJob, note_begun, note_served, schedule
+from tinsmith.server.schedule import Served, TrainingJob, note_begun, note_served, note_spent, schedule
 from tinsmith.server.shown import ShownSamples
 from tinsmith.server.storage import open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
@@ -207,7 +207,7 @@ class Worker:
             kind, operation = "sampling", "sample"
             self._sample()
         seconds = time.perf_counter() - started
-        note_served(self._spent, [(kind, seconds)])
+        note_spent(self._spent, kind, seconds)
         self._metrics.worked(operation, seconds)
         return True
 
