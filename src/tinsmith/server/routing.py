@@ -122,8 +122,7 @@ class Router:
         if not self._known:
             return None
         keys = prefix_keys(owner, adapter, prompt)[: self._max_known_blocks]
-        least_busy = min(self._loads, key=self._loads.__getitem__)
-        replicas = {**self._holders.get(keys[0], {}), least_busy: None}
+        replicas = {**self._holders.get(keys[0], {}), self._least_busy(keys[0]): None}
         replica = pick(Candidate(name, _num_held(keys, self._known[name]), self._loads[name]) for name in replicas)
         self._remember(replica, keys)
         self._loads[replica] += samples
@@ -135,6 +134,12 @@ class Router:
         if (underway := self._underway.pop(request_id, None)) is not None:
             replica, samples = underway
             self._loads[replica] -= samples
+
+    def _least_busy(self, adapter_key: int) -> str:
+        """Of several, another one for another adapter: routers that do not know of each other then choose apart."""
+        least = min(self._loads.values())
+        replicas = [replica for replica, load in self._loads.items() if load == least]
+        return replicas[adapter_key % len(replicas)]
 
     def _remember(self, replica: str, keys: Sequence[int]) -> None:
         """The end of a prefix is older than its beginning and forgotten before it, so what is known has no holes."""
