@@ -32,14 +32,15 @@ from tests.support.ray_head import RayHead
 
 TURNS = 15
 ROUNDS_PER_TURN = 10
-DRAWING_TURNS = 3
+DRAWING_TURNS = 2
 BAR_MS = 5.0
 BAR_RATIO = 1.6
 RANK = 32
 PROMPT = tinsmith.ModelInput.from_ints(list(range(1, 9)))
 ONE_TOKEN = tinsmith.SamplingParams(max_tokens=1, seed=1, stop=[])
-MANY_TOKENS = tinsmith.SamplingParams(max_tokens=64, seed=1, stop=[])
-NUM_SAMPLES = 16
+MANY_TOKENS = tinsmith.SamplingParams(max_tokens=16, seed=1, stop=[])
+NUM_SAMPLES = 192
+"""Many: a replica that has few draws them all in the time of one, as each step reads the weights once."""
 
 Round = Callable[[], float]
 """Gives the seconds it took."""

@@ -104,9 +104,9 @@ class World:
     def claim(self, place: str) -> list[str]:
         return [job.request_id for job in self.store.jobs.claim(BASE, f"{place}/w", sample=99, replica=place)]
 
-    async def ready(self, *places: str, device: str = "cuda") -> None:
+    async def ready(self, *places: str) -> None:
         for place in places:
-            self.lives.living[place].say(ready=True, device=device)
+            self.lives.living[place].say(ready=True)
         await until(lambda: {state.name for state in self.crew.states() if state.is_ready} >= {*places})
 
     async def replaced(self, place: str, before: ToldLife) -> None:
@@ -169,17 +169,6 @@ def test_samples_are_spread_and_like_ones_are_together(tmp_path: Path) -> None:
             here.lives.living[first[1]].say(done=(first[0],))
             await until(lambda: here.done == [first[0]])
             assert sum(state.samples or 0 for state in here.crew.states()) == 49
-
-    run(scenario)
-
-
-def test_on_a_cpu_few_samples_are_spread_too(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with world(tmp_path) as here:
-            await here.ready(*PLACES, device="cpu")
-            for number in range(8):
-                here.submit(number, [number])
-            assert [state.samples for state in here.crew.states()] == [None, 4, 4]
 
     run(scenario)
 

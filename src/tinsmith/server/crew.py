@@ -25,9 +25,6 @@ from tinsmith.server.worker_metrics import WorkerState, added_up
 from tinsmith.types import SampleRequest
 
 TRAINER = "train"
-SAMPLES_OF_ONE_ON_CPU = 16
-"""A replica may be busier by some dozens of samples than another before it matters to the router, since on a GPU they
-take hardly longer together than one does. On a CPU each takes its time, and counts as so many."""
 DEAL_SECONDS = 5.0
 """Between two looks at what waits for no replica that is there, in case that one could not be taken."""
 
@@ -84,13 +81,7 @@ class Crew:
         if not self._replicas or job.seq_id is None:
             return ""
         request_id, prompt = ids.request_id(job.stream, job.seq_id), request.prompt.to_ints()
-        samples = request.num_samples * self._weight
-        return self._router.choose(request_id, job.owner, job.sampler_id, prompt, samples) or ""
-
-    @property
-    def _weight(self) -> int:
-        """Of a sample, for the router."""
-        return SAMPLES_OF_ONE_ON_CPU if any(keeper.device == "cpu" for keeper in self._replicas.values()) else 1
+        return self._router.choose(request_id, job.owner, job.sampler_id, prompt, request.num_samples) or ""
 
     def are_over(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -131,7 +122,7 @@ class Crew:
         return added_up(trainer, [keeper.told.figures() for keeper in self._replicas.values()])
 
     def states(self) -> Sequence[WorkerState]:
-        loads = {place: load // self._weight for place, load in self._router.loads.items()}
+        loads = self._router.loads
         return [
             WorkerState(
                 place or "worker",
@@ -202,7 +193,7 @@ class Crew:
             if not strays:
                 return
             chosen = {
-                stray.request_id: self._router.choose(stray.request_id, stray.owner, stray.sampler_id, (), self._weight)
+                stray.request_id: self._router.choose(stray.request_id, stray.owner, stray.sampler_id, ())
                 for stray in strays
             }
             dealt = await asyncio.to_thread(

@@ -72,8 +72,6 @@ class Keeper:
         """Set when the worker is ready, or was given up."""
         self.last_status: int | None = None
         """How the last worker ended that was ready; `None` if there was none."""
-        self.device = ""
-        """What it computes on, once it was ready."""
         self.where, self.process = "", 0
         """The machine that it is on, and its process there, if it says so."""
         self.told = Told()
@@ -229,7 +227,7 @@ class Keeper:
         if message.where:
             self.where, self.process = message.where, message.process
         elif message.ready:
-            self.is_ready, self.device = True, message.device
+            self.is_ready = True
             await self._changed(is_ready=True)
             self.settled.set()
         elif message.failed:

@@ -111,8 +111,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line that a worker writes: every second, and if only to say that it is there."""
 
     ready: bool = False
-    device: str = ""
-    """Of a worker that is ready: what it computes on, such as `cpu` or `cuda`."""
     where: str = ""
     process: int = 0
     """The machine that the worker is on, and the id of its process there."""

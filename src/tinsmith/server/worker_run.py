@@ -100,7 +100,7 @@ def _work(
     def tell_drawn(drawn: Sequence[Drawn]) -> None:
         tell(Message(drawn=tuple(drawn)))
 
-    tell(Message(ready=True, device=engine.model.device.type))
+    tell(Message(ready=True))
     forgiven: Collection[str] = ()
     while not bell.is_closed:
         worker = Worker(
