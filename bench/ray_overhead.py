@@ -5,7 +5,7 @@ Bars: routing and the transfer of weights add at most 5 ms to a request; two rep
 
 The peer is the same server without Ray, one process for everything. Both are up together and take turns of a few
 rounds on a model so small that the way is most of it; the best round of a turn counts, and figures are medians over the
-turns. For the transfer a round is a new sampling client of a model and its first token. The replicas draw with
+turns. New weights reach a replica with the first sample of a new sampling client. The replicas draw with
 the 135M model, from servers that are up one after the other's round.
 """
 
@@ -32,16 +32,18 @@ from tests.support.ray_head import RayHead
 
 TURNS = 15
 ROUNDS_PER_TURN = 10
-DRAWING_TURNS = 3
+DRAWING_TURNS = 2
 BAR_MS = 5.0
 BAR_RATIO = 1.6
 RANK = 32
 PROMPT = tinsmith.ModelInput.from_ints(list(range(1, 9)))
 ONE_TOKEN = tinsmith.SamplingParams(max_tokens=1, seed=1, stop=[])
-MANY_TOKENS = tinsmith.SamplingParams(max_tokens=64, seed=1, stop=[])
-NUM_SAMPLES = 16
+MANY_TOKENS = tinsmith.SamplingParams(max_tokens=16, seed=1, stop=[])
+NUM_SAMPLES = 192
+"""Many: a replica that has few draws them all in the time of one, as each step reads the weights once."""
 
-Round = Callable[[], None]
+Round = Callable[[], float]
+"""Gives the seconds it took."""
 
 
 @contextmanager
@@ -66,18 +68,20 @@ def client_of(folder: str, *options: str) -> Iterator[tinsmith.ServiceClient]:
 def sampling(client: tinsmith.ServiceClient) -> Round:
     sampler = client.create_sampling_client(base_model="bench")
 
-    def one_round() -> None:
-        sampler.sample(PROMPT, 1, ONE_TOKEN).result()
+    return lambda: seconds(lambda: sampler.sample(PROMPT, 1, ONE_TOKEN).result())
 
-    return one_round
+
+def new_weights(client: tinsmith.ServiceClient) -> Round:
+    model = client.create_lora_training_client("bench", rank=RANK, seed=1)
+    return lambda: seconds(model.save_weights_and_get_sampling_client)
 
 
 def first_token(client: tinsmith.ServiceClient) -> Round:
     model = client.create_lora_training_client("bench", rank=RANK, seed=1)
 
-    def one_round() -> None:
+    def one_round() -> float:
         sampler = model.save_weights_and_get_sampling_client()
-        sampler.sample(PROMPT, 1, ONE_TOKEN).result()
+        return seconds(lambda: sampler.sample(PROMPT, 1, ONE_TOKEN).result())
 
     return one_round
 
@@ -85,12 +89,12 @@ def first_token(client: tinsmith.ServiceClient) -> Round:
 def drawing(client: tinsmith.ServiceClient) -> Round:
     sampler = client.create_sampling_client(base_model="bench")
 
-    def one_round() -> None:
+    def draw() -> None:
         prompts = [tinsmith.ModelInput.from_ints([number, *range(1, 9)]) for number in range(NUM_SAMPLES)]
         for future in [sampler.sample(prompt, 1, MANY_TOKENS) for prompt in prompts]:
             future.result()
 
-    return one_round
+    return lambda: seconds(draw)
 
 
 def best_of_turns(rounds: dict[str, Round], turns: int, rounds_per_turn: int) -> dict[str, float]:
@@ -98,13 +102,13 @@ def best_of_turns(rounds: dict[str, Round], turns: int, rounds_per_turn: int) ->
     noted: dict[str, list[float]] = {name: [] for name in rounds}
     for turn in range(turns + 1):
         for name, work in rounds.items():
-            best = min(seconds(work) for _ in range(rounds_per_turn))
+            best = min(work() for _ in range(rounds_per_turn))
             if turn:  # the first one fills caches and opens connections
                 noted[name].append(best)
     return {name: statistics.median(times) for name, times in noted.items()}
 
 
-def seconds(work: Round) -> float:
+def seconds(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
@@ -121,7 +125,8 @@ def print_ways(cluster: RayHead) -> None:
         on_ray = stack.enter_context(client_of(folder, f"--ray={cluster.address}", "--sample-workers=2"))
         for figure, make in (
             ("a sample of one token", sampling),
-            ("new weights and their first token", first_token),
+            ("a sampling client of a model's weights", new_weights),
+            ("its first sample of one token", first_token),
         ):
             sides = {"plain": make(plain), "ray": make(on_ray)}
             times = best_of_turns(sides, TURNS, ROUNDS_PER_TURN)

@@ -79,7 +79,7 @@ class Keeper:
         """How far a model is that is being built again."""
 
         self._name = name
-        self._who = f"worker {settings.place} of {name}" if settings.place else f"worker of {name}"
+        self._who = f"{name} ({settings.place})" if settings.place else name
         self._whose = {"base_model": name}
         self.settings = settings
         self._hear = hear
@@ -100,7 +100,7 @@ class Keeper:
         self._cannot_begin: str | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._keep(), name=self._who)
+        self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._who}")
 
     @property
     def held_up(self) -> str | None:
@@ -143,7 +143,7 @@ class Keeper:
             if self._was_useful:
                 pause = FIRST_PAUSE_SECONDS
             log.error(
-                "The %s is gone: %s; starting it again in %.1f s.",
+                "The worker of %s is gone: %s; starting it again in %.1f s.",
                 self._who,
                 self._why(status),
                 pause,
@@ -195,7 +195,7 @@ class Keeper:
         try:
             await self._on_change(is_ready)
         except Exception:
-            log.exception("could not note that the %s came or went", self._who, extra=self._whose)
+            log.exception("could not note that the worker of %s came or went", self._who, extra=self._whose)
 
     async def _listen(self, life: Life) -> None:
         """Ends a worker that can neither work nor end itself: its whole process is stopped, or hangs in the system.
@@ -208,7 +208,7 @@ class Keeper:
             self._silent_seconds += self.is_ready
             if self._silent_seconds == SILENT_SECONDS:
                 log.warning(
-                    "The %s has not been heard of for %d s; after %.0f s another one is started.",
+                    "The worker of %s has not been heard of for %d s; after %.0f s another one is started.",
                     self._who,
                     SILENT_SECONDS,
                     most,
@@ -222,7 +222,7 @@ class Keeper:
         try:
             message = msgspec.json.decode(line, type=Message)
         except msgspec.DecodeError:
-            log.warning("The %s printed %r.", self._who, line[:200], extra=self._whose)
+            log.warning("The worker of %s printed %r.", self._who, line[:200], extra=self._whose)
             return
         if message.where:
             self.where, self.process = message.where, message.process
