@@ -10,8 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load
 
 from tests.end_to_end.serving import Answer, ServerProcess
 from tinsmith.types import Datum, ModelInput
@@ -124,7 +127,9 @@ class Trained:
 
     def submit(self, number: int, operation: Operation) -> Answer:
         if isinstance(operation, Step):
-            body = {"model_id": self.model_id, "seq_id": number, "adam_params": {"learning_rate": operation.rate}}
+            # With the usual eps the sign of a rounding error would be worth a full step.
+            params = {"learning_rate": operation.rate, "eps": 1e-6}
+            body = {"model_id": self.model_id, "seq_id": number, "adam_params": params}
             return self._server.post("optim_step", body)
         first = operation.first if isinstance(operation, Data) else 10**6
         tokens = list(range(first, first + 5))
@@ -149,6 +154,37 @@ class Trained:
             return content
 
 
+def assert_alike(ours: Outcome, theirs: Outcome) -> None:
+    """But for the last digits: passes that arrive together are computed together, and their sums rounded otherwise.
+
+    Operations in another order, one too many or one too few change a thousand times as much.
+    """
+    assert ours.results.keys() == theirs.results.keys()
+    for number, result in ours.results.items():
+        assert _numbers(result) == pytest.approx(_numbers(theirs.results[number]), rel=1e-4, abs=1e-6)
+        assert _without_numbers(result) == _without_numbers(theirs.results[number])
+    found, expected = load(ours.weights), load(theirs.weights)
+    assert found.keys() == expected.keys()
+    for name, weights in found.items():
+        np.testing.assert_allclose(weights, expected[name], rtol=0, atol=1e-6, err_msg=name)
+
+
+def _numbers(result: Any) -> list[float]:
+    if isinstance(result, dict):
+        return [number for _, value in sorted(result.items()) for number in _numbers(value)]
+    if isinstance(result, list):
+        return [number for value in result for number in _numbers(value)]
+    return [result] if isinstance(result, float) else []
+
+
+def _without_numbers(result: Any) -> Any:
+    if isinstance(result, dict):
+        return {key: _without_numbers(value) for key, value in result.items()}
+    if isinstance(result, list):
+        return [_without_numbers(value) for value in result]
+    return None if isinstance(result, float) else result
+
+
 def _altered(operation: Operation) -> Operation:
     """The same kind of operation with another body."""
     return Step(operation.rate * 3) if isinstance(operation, Step) else Data(30)
@@ -159,7 +195,7 @@ def _altered(operation: Operation) -> Operation:
 def test_any_interleaving_gives_the_sequential_result(server: ServerProcess, schedule: Schedule) -> None:
     expected = Trained(server).play_in_order(schedule.operations)
     trained = Trained(server)
-    assert trained.play(schedule) == expected
+    assert_alike(trained.play(schedule), expected)
     assert len(trained.history) == len(schedule.sent)
     for line, answer in trained.history:
         assert (answer.status, answer.json()["request_id"]) == (200, f"{trained.model_id}:{line.number}"), line

@@ -50,6 +50,8 @@ T = TypeVar("T")
 LOOK_AGAIN_SECONDS = 1.0
 MAX_CLAIMED_TRAINING = 64
 MAX_CLAIMED_SAMPLES = 256
+MAX_CLAIMED_SAMPLES_ON_GPU = 1024
+"""Twice as many as it decodes at once, so that there is always somebody to take the place of those that end."""
 MAX_CLAIMED_BYTES = 256 * 2**20
 """Of the payloads of each kind together; decoded they may be several times as large."""
 
@@ -92,6 +94,7 @@ class Worker:
         self._last_status = settings.last_status
         self._store = store
         self._engine = engine
+        self._max_samples = MAX_CLAIMED_SAMPLES_ON_GPU if engine.model.device.type == "cuda" else MAX_CLAIMED_SAMPLES
         self._bell = bell
         self._tell_done = tell_done
         state = Path(settings.state)
@@ -180,7 +183,7 @@ class Worker:
             self._base_model,
             self._name,
             train=self._trains * (MAX_CLAIMED_TRAINING - len(self._training)),
-            sample=self._samples * (MAX_CLAIMED_SAMPLES - len(self._sampling) - len(self._to_sample)),
+            sample=self._samples * (self._max_samples - len(self._sampling) - len(self._to_sample)),
             train_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._training),
             sample_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._to_sample) - _payload_bytes(self._sampling),
             without=self._no_room.look(),

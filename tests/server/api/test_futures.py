@@ -77,7 +77,8 @@ def test_a_database_out_of_reach_is_a_pause_for_those_who_wait_and_a_503_for_tho
 ) -> None:
     model_id = impatient.model()
     impatient.workers.hold("optim_step")
-    request_id = step(impatient, model_id, 1).json()["request_id"]
+    first = step(impatient, model_id, 1)
+    request_id = first.json()["request_id"]
 
     def gone(*_: Any, **__: Any) -> None:
         raise StoreUnavailableError("SELECT", {}, Exception("connection refused\nIs the server running?"))
@@ -94,7 +95,7 @@ def test_a_database_out_of_reach_is_a_pause_for_those_who_wait_and_a_503_for_tho
         assert (refused.status, refused.headers["retry-after"]) == (503, "5")
     impatient.workers.release()
     assert impatient.result(step(impatient, model_id, 2))
-    assert poll(impatient, request_id).json()["metrics"]["step"] == 1
+    assert impatient.result(first)["metrics"]["step"] == 1
     told = [record for record in caplog.records if record.name == "tinsmith.server.waiting"]
     assert {record.exc_info for record in told} == {None}
     assert "so those who wait for results wait on: " in told[0].message

@@ -156,7 +156,7 @@ def storage_bytes(shards: ShardedLayers) -> int:
 
 def test_a_matrix_cannot_be_used_while_its_layer_is_not_gathered(pair: Started) -> None:
     with pytest.raises(RuntimeError):
-        pair.engine.model.layers[0].qkv.product(torch.zeros(1, pair.engine.model.shape.hidden_size, device=DEVICE))
+        pair.engine.model.layers[0].qkv.product(torch.zeros(2, pair.engine.model.shape.hidden_size, device=DEVICE))
 
 
 # --- what goes wrong -------------------------------------------------------------------------------------------------
