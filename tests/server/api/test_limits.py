@@ -224,6 +224,22 @@ def test_a_download_that_is_not_read_is_broken_off(
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
+def test_a_download_that_is_broken_off_leaves_no_file_open(tmp_path: Path) -> None:
+    with limited(tmp_path, max_open_requests=1) as server:
+        with begun_download(server, large_archive(server, KEYS[0])):
+            assert open_files_below(tmp_path / "checkpoints")
+        until(lambda: not open_files_below(tmp_path / "checkpoints"))
+
+
+def open_files_below(folder: Path) -> list[str]:
+    """Of this process, in which the server runs, too."""
+    held = []
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            held.append(os.readlink(descriptor))
+    return [file for file in held if file.startswith(f"{folder}/")]
+
+
 def test_bodies_on_their_way_are_bounded_together(tmp_path: Path) -> None:
     with limited(tmp_path, max_incoming_bytes=20_000) as server:
         for _ in range(3):  # what was held is given back, whatever became of the request

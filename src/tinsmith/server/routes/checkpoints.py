@@ -113,7 +113,7 @@ async def download(call: Call) -> Response:
 
     with ExitStack() as held:
         held.enter_context(call.services.open_requests.one_more(reader))
-        answer = await (_archive(call, key) if file == _ARCHIVE else _file(call, key, file))
+        answer = await (_archive(call, key, held) if file == _ARCHIVE else _file(call, key, file))
         return Download(answer, may_read, held.pop_all(), reader)
 
 
@@ -136,12 +136,13 @@ def _check_range(asked: str, size: int) -> None:
             raise status_error(400, f"The header Range is {asked!r}, which ends before it begins.")
 
 
-async def _archive(call: Call, key: CheckpointKey) -> Response:
+async def _archive(call: Call, key: CheckpointKey, held: ExitStack) -> Response:
     """With its length: a download without one can neither show progress nor be checked."""
     try:
         archive = await call.filed(call.services.folders.archive, key.tinker_path)
     except FileNotFoundError:  # deleted in this moment
         raise _missing(key) from None
+    held.callback(archive.close)  # also if it is broken off, or never begins
     length = {"content-length": str(archive.size_bytes)}
     return StreamingResponse(archive, headers=length, media_type="application/x-tar")
 
