@@ -76,8 +76,9 @@ class PatientOnce(H11Protocol):
         """An answer that is broken off ends the connection at once: uvicorn would wait until the rest was read."""
         answer = self.cycle
         await self._whole_app(scope, receive, send)
-        if not answer.response_complete and not self.transport.is_closing():
-            self.transport.abort()
+        if not answer.response_complete:
+            if not self.transport.is_closing():
+                self.transport.abort()
             await asyncio.sleep(0)  # so that uvicorn knows, and takes it for no fault
 
     def _await_head(self) -> None:
@@ -106,11 +107,10 @@ class ApiServer(uvicorn.Server):
         self._app = app
 
     async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and {name for name, _ in scope["headers"]} >= _TWO_LENGTHS:
-            await _refuse_two_lengths(scope, receive, send)
-            return
+        has_two_lengths = scope["type"] == "http" and {name for name, _ in scope["headers"]} >= _TWO_LENGTHS
+        answer = _refuse_two_lengths if has_two_lengths else self._app
         try:
-            await self._app(scope, receive, send)
+            await answer(scope, receive, send)
         except h11.LocalProtocolError:
             # What came in the middle of the body was no HTTP, and uvicorn has said so in our place.
             log.info("a client broke the rules of HTTP")

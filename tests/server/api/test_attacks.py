@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -270,6 +271,7 @@ HIDDEN = "GET /api/v1/healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
 AMBIGUOUS = {
     "two lengths": "content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     "two lengths, the other way": "transfer-encoding: chunked\r\ncontent-length: 4\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+    "two lengths and no chunk": "content-length: 5\r\ntransfer-encoding: chunked\r\n\r\nno chunk\r\n",
     "two contents": "content-length: 2\r\ncontent-length: 50\r\n\r\n{}",
     "plus": "content-length: +2\r\n\r\n{}",
     "hexadecimal": "content-length: 0x2\r\n\r\n{}",
@@ -286,7 +288,9 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_a_second_request_cannot_hide_in_the_body_of_the_first(server: RunningServer, name: str) -> None:
+def test_a_second_request_cannot_hide_in_the_body_of_the_first(
+    server: RunningServer, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Where a proxy could see another end of the body than we do, the connection ends."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
         connection.sendall((HEAD + AMBIGUOUS[name] + HIDDEN).encode("latin-1"))
@@ -297,6 +301,7 @@ def test_a_second_request_cannot_hide_in_the_body_of_the_first(server: RunningSe
         except ConnectionResetError:
             pass
     assert re.findall(rb"HTTP/1\.1 (\d+)", received) == [b"400"]
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
 def test_a_refused_upgrade_is_an_ordinary_request(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
