@@ -32,7 +32,7 @@ from _tenants import MAX_OUTPUT_TOKENS, ROW_TOKENS
 from tinsmith.server.schedule import Served, TrainingJob, note_begun, note_served, schedule
 
 MAX_CLAIMED_TRAINING = 64  # as in tinsmith.server.worker, which would load torch
-MAX_CLAIMED_SAMPLES = 256
+MAX_CLAIMED_SAMPLES = 256  # as there on a CPU; on a GPU it is 1,024, and the batches here hold about a hundred
 ADAPTERS_IN_MEMORY = 32  # as in tinsmith.server.sampling_weights
 DEPARTURES = 4
 """The samples of a request leave the batch in so many parts, which stand for their lengths."""

@@ -1,6 +1,7 @@
 """What things cost, for the simulation: every figure with the measurement it comes from, or marked as an assumption.
 
-PERFORMANCE is docs/explain/performance.md (one H200, bf16, adapters of rank 32; bench/gpu_training.py, gpu_decode.py).
+PERFORMANCE is a row of docs/explain/performance.md (one H200, bf16, adapters of rank 32; bench/gpu_training.py,
+gpu_decode.py), from a run on 2026-11-16 that the page has since replaced: by figures up to a tenth better.
 BENCHMARKS is docs/reference/benchmarks.md, "What a request costs" (bench/server_costs.py, CPU time).
 """
 

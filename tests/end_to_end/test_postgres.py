@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 import tinsmith
-from tests.end_to_end.scripts import sentence
+from tests.end_to_end.scripts import sentence, submitted
 from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
 from tests.server.postgres import Postgres
 
 MODEL = "tiny/model-1"
-STEP = tinsmith.AdamParams(learning_rate=1e-2)
 PROMPT = tinsmith.ModelInput.from_ints([1, 2, 3])
 SEEDED = tinsmith.SamplingParams(max_tokens=8, seed=5, stop=[])
 RESULT_SECONDS = 90.0
@@ -48,11 +47,7 @@ def client(server: ServerProcess) -> Iterator[tinsmith.ServiceClient]:
 
 
 def submit(model: Any, steps: Sequence[int]) -> list[Any]:
-    futures = []
-    for step in steps:
-        futures.append(model.forward_backward([sentence(tinsmith, step)], "cross_entropy"))
-        model.optim_step(STEP)
-    return futures
+    return submitted(tinsmith, model, steps)
 
 
 def losses(futures: Sequence[Any]) -> list[float]:

@@ -13,14 +13,13 @@ import pytest
 import tinsmith
 from tests.compat.runner import Runner
 from tests.end_to_end.comparing import differences
-from tests.end_to_end.scripts import sentence
+from tests.end_to_end.scripts import submitted
 from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
 from tests.support.ray_head import RayHead
 
 MODEL = "tiny/model-1"
 STEPS = range(30)
 SECONDS = 90.0
-STEP = tinsmith.AdamParams(learning_rate=1e-2)
 LONG = tinsmith.SamplingParams(max_tokens=300, seed=7, stop=[])
 
 
@@ -66,11 +65,7 @@ def new_model(client: tinsmith.ServiceClient) -> Any:
 
 
 def submit(model: Any, steps: Sequence[int] = STEPS) -> list[Any]:
-    futures = []
-    for step in steps:
-        futures.append(model.forward_backward([sentence(tinsmith, step)], "cross_entropy"))
-        model.optim_step(STEP)
-    return futures
+    return submitted(tinsmith, model, steps)
 
 
 def losses(futures: Sequence[Any]) -> list[float]:
