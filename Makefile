@@ -1,20 +1,26 @@
 # make demo  sets up .venv and fine-tunes a small model on this machine.
 # make test  sets up .venv and runs every check; make fix formats; make clean removes what these made.
+# make test-ray   runs the end-to-end tests against servers on a Ray cluster, PostgreSQL and S3, in about half an hour.
 # make chaos kills servers at work, 250 times in about half an hour, and sees that nothing is lost.
+# make chaos-ray  does the same to two servers on a Ray cluster, and to the cluster, 60 times in about half an hour.
 # make fuzz  sends a server over 100,000 requests that are wrong in every way, and sees that it stands.
 # make load  lets 1,000 clients, 10,000 samples and 50 trainings loose on a server, and looks at what each gets.
 # make soak  keeps a server busy for an hour and sees that nothing grows.
 # make docs  builds the documentation as a site in build/site.
 PYTHON ?= python3
 BIN := .venv/bin
+TRAINERS ?= 2
 
-.PHONY: demo test check fix chaos fuzz load soak docs clean
+.PHONY: demo test test-ray check fix chaos chaos-ray fuzz load soak docs clean
 
 demo: .venv/local
 	$(BIN)/python examples/demo.py
 
 test: check
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+test-ray: .venv/ready
+	$(BIN)/python -m pytest --servers=ray --trainers=$(TRAINERS) tests/end_to_end
 
 check: .venv/ready
 	$(BIN)/ruff check .
@@ -28,6 +34,9 @@ fix: .venv/ready
 chaos: .venv/ready
 	$(BIN)/python -m tests.chaos --kills 200
 	$(BIN)/python -m tests.chaos --kills 50 --database postgres
+
+chaos-ray: .venv/ready
+	$(BIN)/python -m tests.chaos --kills 60 --ray --trainers $(TRAINERS)
 
 fuzz: .venv/ready build/fuzz/ready
 	$(BIN)/python -m tests.fuzz

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.end_to_end import grounds
+
 # The threads of two tests that compute at the same time would spin against each other. It is read when torch loads.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
@@ -20,6 +22,27 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _SLOW = ("examples", "chaos", "load", "end_to_end", "web", "docs", "cli")
 """Folders whose files take minutes, the slowest first."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--servers",
+        choices=["here", "ray"],
+        default="here",
+        help="what servers under test stand on: this machine, or a Ray cluster with PostgreSQL and a bucket",
+    )
+    parser.addoption("--trainers", type=int, default=1, help="processes that share the training, with --servers=ray")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "one_machine(reason): left out with --servers=ray, for this reason")
+    grounds.choose(config.getoption("servers"), config.getoption("trainers"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    mark = item.get_closest_marker("one_machine")
+    if mark is not None and item.config.getoption("servers") != "here":
+        pytest.skip(mark.args[0])
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,4 +59,5 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     """Native libraries complain of what is still there when the interpreter ends."""
+    grounds.leave()
     gc.unfreeze()

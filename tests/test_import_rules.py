@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "tinsmith"
+RAYS_OWN = ("actor", "bridge", "cluster", "member", "speaking")
 SHARED = ("types", "wire", "text", "errors", "sharing")
 HEAVY = ("torch", "transformers", "numpy", "httpx", "rich", "pydantic", "msgspec", "pyqwest", "google.protobuf")
 
@@ -102,9 +103,9 @@ def test_the_api_process_loads_neither_torch_nor_what_reads_text() -> None:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_ray_is_loaded_only_by_its_bridge_and_its_actors(path: Path) -> None:
-    if path.parent == SOURCE / "server" / "on_ray" and path.stem in ("actor", "bridge", "cluster"):
+    if path.parent == SOURCE / "server" / "on_ray" and path.stem in RAYS_OWN:
         return
-    theirs = tuple(f"tinsmith.server.on_ray.{name}" for name in ("actor", "bridge", "cluster"))
+    theirs = tuple(f"tinsmith.server.on_ray.{name}" for name in RAYS_OWN)
     assert not any(is_under(module, "ray") or module in theirs for module in imports(path)), f"{path} loads Ray"
 
 

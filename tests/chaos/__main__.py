@@ -1,4 +1,4 @@
-"""`python -m tests.chaos --kills N --seed S [--database postgres]`: the campaign, and its figures."""
+"""`python -m tests.chaos --kills N --seed S [--database postgres | --ray]`: the campaign, and its figures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def main() -> int:
     say = partial(print, flush=True)
     campaign = Campaign(folder, Random(options.seed), say)
     campaign.prepare()
-    if options.database == "postgres":
+    if options.ray:
+        parts = [campaign.on_ray(options.kills, options.trainers)]
+    elif options.database == "postgres":
         parts = [campaign.company(options.kills, on_postgres=True)]
     else:
         alone = round(options.kills * ALONE_SHARE)
@@ -38,6 +40,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=200, help="how many processes or groups of them are killed")
     parser.add_argument("--seed", type=int, default=1, help="of the random moments; other things are random too")
     parser.add_argument("--database", choices=["sqlite", "postgres"], default="sqlite")
+    parser.add_argument("--ray", action="store_true", help="on a Ray cluster, with PostgreSQL and a bucket")
+    parser.add_argument("--trainers", type=int, default=1, help="processes that share the training, with --ray")
     return parser.parse_args()
 
 

@@ -15,9 +15,13 @@ from tests.chaos.client import STOP
 from tests.chaos.figures import Part, describe
 from tests.chaos.killer import Killer
 from tests.chaos.ledger import read_rounds
+from tests.chaos.on_ray import BucketAway, KeptCluster, PairOnRay, RayVictim
+from tests.chaos.target import Target
 from tests.chaos.troubles import NOT_HERE, DatabaseCut, SmallDisk, SteppedClock, Trouble
-from tests.chaos.verdict import Expected, check_leftovers, check_rounds, check_store
+from tests.chaos.verdict import Expected, check_files, check_processes, check_rounds, check_store
 from tests.chaos.victim import OFTEN_SNAPSHOTS, ROOT, Victim
+from tests.end_to_end.balancer import LoadBalancer
+from tests.server.bucket import BUCKET, running_bucket
 from tests.server.postgres import Postgres
 from tests.server.tiny_models import save_model
 
@@ -59,7 +63,7 @@ class Campaign:
         rounds = read_rounds(ledgers)
         complaints += [f"{each.name}: {each.error}" for each in rounds if not each.is_over]
         assert not complaints, complaints
-        self._expected = Expected(rounds, calm.state)
+        self._expected = Expected(rounds, calm.checkpoints)
 
     def alone(self, kills: int) -> Part:
         """One model, one operation at a time, and snapshots as seldom as they are: long replays, equal to the bit."""
@@ -86,6 +90,39 @@ class Campaign:
                 name, victim, COMPANY, Killer(victim, self.random, troubles, self.say), kills, exactly=False
             )
 
+    def on_ray(self, kills: int, trainers: int) -> Part:
+        """The same with two servers behind a load balancer, their workers on a cluster, which is hurt, too, and
+        everything else in PostgreSQL and a bucket.
+
+        What nobody disturbed is still the server of one machine: a cluster may not give anything else.
+        """
+        name = "company-on-ray"
+        with ExitStack() as stack:
+            postgres = stack.enter_context(Postgres())
+            bucket = stack.enter_context(running_bucket())  # before the cluster, whose workers have to know it
+            cluster = stack.enter_context(KeptCluster())
+            troubles: list[Trouble] = [DatabaseCut(postgres), BucketAway(bucket)]
+            folder, database = self._folder_to_fill(name, stack, troubles), postgres.new_database()
+            environments = {"one": self._clock_to_step(troubles), "two": {}}  # machines need not agree on the time
+            servers = [
+                RayVictim(
+                    folder / which,
+                    self._model,
+                    cluster,
+                    storage=f"s3://{BUCKET}/chaos",
+                    trainers=trainers,
+                    command=OFTEN_SNAPSHOTS,
+                    database=database,
+                    environment=environment,
+                    log=self.folder / f"{name}-{which}.log",
+                )
+                for which, environment in environments.items()
+            ]
+            balancer = stack.enter_context(LoadBalancer([server.url for server in servers]))
+            pair = PairOnRay(servers, balancer.url, cluster, self.random)
+            killer = Killer(pair, self.random, troubles, self.say)
+            return self._part(name, pair, COMPANY, killer, kills, exactly=False)
+
     def _folder_to_fill(self, name: str, stack: ExitStack, troubles: list[Trouble]) -> Path:
         folder = self.folder / name
         folder.mkdir()
@@ -104,7 +141,7 @@ class Campaign:
         troubles.append(clock)
         return clock.environment
 
-    def _part(self, name: str, victim: Victim, crew: Crew, killer: Killer, kills: int, *, exactly: bool) -> Part:
+    def _part(self, name: str, victim: Target, crew: Crew, killer: Killer, kills: int, *, exactly: bool) -> Part:
         ledgers = self.folder / f"{name}-ledgers"
         ledgers.mkdir()
         clients: list[subprocess.Popen[bytes]] = []
@@ -117,8 +154,8 @@ class Campaign:
             complaints = _finish(clients) + victim.end()
             seconds = time.monotonic() - started
             rounds = read_rounds(ledgers)
-            complaints += check_rounds(rounds, self._expected, victim.state, exactly=exactly)
-            complaints += check_store(rounds, victim.database) + check_leftovers(victim)
+            complaints += check_rounds(rounds, self._expected, victim.checkpoints, exactly=exactly)
+            complaints += check_store(rounds, victim.database) + check_processes(victim) + _left_files(victim)
             part = Part(name, killer.kills, killer.counts, rounds, seconds, victim.starts, victim.log(), complaints)
         finally:
             for client in clients:
@@ -127,6 +164,14 @@ class Campaign:
             victim.destroy()
         self.say(describe(part))
         return part
+
+
+def _left_files(victim: Target) -> list[str]:
+    """What a worker left that was killed is gone after the next start of the server, if not before."""
+    if not check_files(victim):
+        return []
+    victim.bring_back()
+    return victim.end() + check_files(victim)
 
 
 def _clients(crew: Crew, url: str, folder: Path, rounds: int) -> list[subprocess.Popen[bytes]]:

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from random import Random
 
+from tests.chaos.target import Target
 from tests.chaos.troubles import Trouble
-from tests.chaos.victim import Victim
 
 EARLY_SHARE = 0.2
 """Of the kills, those that come while the server is still starting."""
 EARLY_SECONDS = 2.0
-LATE_SECONDS = 4.0
 TROUBLE_SECONDS = 3.0
 FIRST_TROUBLE, KILLS_PER_TROUBLE = 3, 7
 KILLS_PER_REPORT = 10
@@ -23,20 +22,14 @@ KILLED = "killed: "
 
 class Killer:
     def __init__(
-        self, victim: Victim, random: Random, troubles: Sequence[Trouble] = (), say: Callable[[str], None] = print
+        self, victim: Target, random: Random, troubles: Sequence[Trouble] = (), say: Callable[[str], None] = print
     ) -> None:
         self.counts: Counter[str] = Counter()
         self._victim = victim
         self._random = random
-        self._troubles = itertools.cycle(troubles)
+        self._troubles = itertools.cycle(random.sample(troubles, len(troubles)))
         self._has_troubles = bool(troubles)
         self._say = say
-        self._ways: dict[str, Callable[[], bool]] = {
-            "worker": victim.kill_worker,
-            "API": victim.kill_api,
-            "both": victim.kill_both,
-            "group": victim.kill_group,
-        }
 
     def campaign(self, kills: int) -> None:
         """So many kills, with troubles in between; at the end the server is up and nothing is wrong."""
@@ -55,15 +48,16 @@ class Killer:
             time.sleep(self._random.uniform(0, EARLY_SECONDS))
         else:
             self._victim.bring_back()
-            time.sleep(self._random.uniform(0, LATE_SECONDS))
+            time.sleep(self._random.uniform(0, self._victim.calm_seconds))
 
     @property
     def kills(self) -> int:
         return sum(count for fault, count in self.counts.items() if fault.startswith(KILLED))
 
     def _kill(self) -> bool:
-        way = self._random.choice(list(self._ways))
-        if not self._victim.is_alive or not self._ways[way]():
+        ways = self._victim.ways
+        way = self._random.choice(list(ways))
+        if not self._victim.is_alive or not ways[way]():
             return False
         self.counts[KILLED + way] += 1
         self._victim.revive()

@@ -6,8 +6,10 @@ import sys
 
 from tinsmith.cli import main
 from tinsmith.server import keeper
+from tinsmith.server.on_ray import lives
 
 if __name__ == "__main__":
     keeper.WORKER_MODULE = "tests.chaos.worker"
+    lives.BRIDGE_MODULE = "tests.chaos.bridge"
     sys.argv.append("--replay-bound=0.5")
     main()

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from tests.chaos.ledger import Ledger, Round, read_rounds
 from tests.chaos.verdict import Expected, check_rounds, check_store
-from tinsmith.server.checkpoints import CheckpointFolders
+from tinsmith.server.checkpoints import CheckpointFolders, Folders
 from tinsmith.server.store import Store, ids
 from tinsmith.server.store.records import Done, JobKind, NewJob
 
@@ -40,11 +40,11 @@ def one_round(**changes: Any) -> Round:
     return Round(**{"name": "patient.tinsmith, round 1", "models": {MODEL: CALLED}, "is_over": True, **changes})
 
 
-def saved(state: Path, weights: list[float]) -> Path:
-    folder = CheckpointFolders(state / "checkpoints").folder(END)
-    folder.mkdir(parents=True)
-    save_file({"weights": np.array(weights, np.float32)}, folder / "adapter.safetensors")
-    return state
+def saved(root: Path, weights: list[float]) -> Folders:
+    checkpoints = CheckpointFolders(root)
+    with checkpoints.writing(END) as folder:
+        save_file({"weights": np.array(weights, np.float32)}, folder / "adapter.safetensors")
+    return checkpoints
 
 
 def test_what_was_done_once_is_no_reason_to_complain(database: str) -> None:
@@ -76,8 +76,8 @@ def test_weights_that_differ_are_found_by_the_last_bit_or_by_the_tolerance(tmp_p
     found = one_round(results=[("save_weights", END)])
     expected = Expected([found], saved(tmp_path / "calm", [1.0, 2.0]))
     for name, weights, complaints in (("same", 2.0, (0, 0)), ("close", 2.000001, (1, 0)), ("far", 2.001, (1, 1))):
-        state = saved(tmp_path / name, [1.0, weights])
-        counted = tuple(len(check_rounds([found], expected, state, exactly=exactly)) for exactly in (True, False))
+        checkpoints = saved(tmp_path / name, [1.0, weights])
+        counted = tuple(len(check_rounds([found], expected, checkpoints, exactly=exactly)) for exactly in (True, False))
         assert counted == complaints, name
 
 
@@ -93,9 +93,10 @@ def test_weights_that_differ_are_found_by_the_last_bit_or_by_the_tolerance(tmp_p
 )
 def test_a_round_that_went_otherwise_is_found(tmp_path: Path, harm: dict[str, Any]) -> None:
     calm = one_round(results=[("sample", [[1, 2, 3]]), ("forward_backward", 1.0)])
-    expected = Expected([calm], tmp_path)
-    assert check_rounds([calm], expected, tmp_path, exactly=True) == []
-    assert check_rounds([one_round(**{"results": calm.results, **harm})], expected, tmp_path, exactly=False)
+    nothing_saved = CheckpointFolders(tmp_path)
+    expected = Expected([calm], nothing_saved)
+    assert check_rounds([calm], expected, nothing_saved, exactly=True) == []
+    assert check_rounds([one_round(**{"results": calm.results, **harm})], expected, nothing_saved, exactly=False)
 
 
 def test_a_ledger_that_breaks_off_is_read_as_a_round_that_did_not_end(tmp_path: Path) -> None:

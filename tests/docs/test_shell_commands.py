@@ -13,7 +13,7 @@ from tests.docs.pages import DOCS, PAGES, ROOT, blocks, page_name
 from tests.docs.shell import assigned, check_tinsmith, commands, program
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-TARGETS = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+TARGETS = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 INLINE = re.compile(r"`(tinsmith [^`\n]+)`")
 GENERATED = DOCS / "reference" / "commands.md"
 STANDS_FOR = {

@@ -7,10 +7,14 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 import tinsmith
 from tests.end_to_end.scripts import sentence, train
 from tests.end_to_end.serving import COMMAND, KEY, OTHER_KEY, ServerProcess, wait_until
 from tests.server.small_disk import small_disk
+
+pytestmark = pytest.mark.one_machine("its files lie in a bucket, so its disk does not fill up")
 
 MODEL = "tiny/model-1"
 LEFT_BYTES = 4 * 2**20

@@ -16,6 +16,8 @@ from tests.cli.program import COMMAND
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import KEY, ServerProcess
 
+pytestmark = pytest.mark.one_machine("the database and the bucket have all that a copy of the state folder would need")
+
 MODEL = "tiny/model-1"
 ADAM = tinsmith.AdamParams(learning_rate=1e-2)
 NUM_COPIES = 2

@@ -73,7 +73,7 @@ FAILED: dict[str, tuple[Callable[[Visitor], Answer], str]] = {
     "a rank too large": (lambda visitor: visitor.create_model(lora_config={"rank": 257}), "256"),
     "an unknown path": (
         lambda visitor: visitor.operation("load_weights", path="tinker://no/weights/no", optimizer=False),
-        "does not exist",
+        "There is no checkpoint",
     ),
     "a path of the file system": (
         lambda visitor: visitor.operation("load_weights", path="/etc/passwd", optimizer=False),

@@ -14,7 +14,6 @@ import tinsmith
 from tests.compat.runner import Runner
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import KEY, ServerProcess, wait_until
-from tinsmith.server.checkpoints import CheckpointFolders
 
 MODEL = "tiny/model-1"
 STEPS = range(40)
@@ -88,7 +87,7 @@ def test_a_worker_killed_in_sampling_draws_the_same_samples_again(
     before = tokens(drawn())
     interrupted = drawn()
     wait_until(lambda: _running(frail, "sample") > 0, 30, "no sample was begun")
-    frail.kill_worker()
+    frail.kill_worker("sample")
     assert not any(future.done() for future in interrupted)
     assert tokens(interrupted) == before
 
@@ -150,8 +149,7 @@ def _trained(model: Any, number: int) -> float:
 
 def saved_bytes(server: ServerProcess, path: str) -> dict[str, bytes]:
     """Weights and optimizer of a checkpoint."""
-    folder = CheckpointFolders(server.state / "checkpoints").folder(path)
-    return {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+    return {name: content for name, content in server.downloaded(path).items() if name.endswith(".safetensors")}
 
 
 def replayed(server: ServerProcess, model_id: str) -> list[int]:
@@ -175,6 +173,7 @@ def test_a_stopped_server_has_nothing_to_do_again_and_goes_on_to_the_last_bit(
     assert replayed(frail, cut.model_id) == []
 
 
+@pytest.mark.one_machine("the snapshots are not on a disk")
 def test_damage_on_the_disk_costs_time_if_a_snapshot_is_whole_and_else_one_model(
     frail: ServerProcess, client: tinsmith.ServiceClient
 ) -> None:

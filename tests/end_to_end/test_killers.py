@@ -56,7 +56,7 @@ def error_of(future: Any) -> RequestFailedError:
 
 
 def test_training_data_that_kill_their_worker_fail_and_everything_else_goes_on(
-    ann: tinsmith.ServiceClient, bob: tinsmith.ServiceClient
+    fragile: ServerProcess, ann: tinsmith.ServiceClient, bob: tinsmith.ServiceClient
 ) -> None:
     """Two killers, so that neither can be told from the other until they are alone."""
     leaver, crasher = (ann.create_lora_training_client(MODEL, rank=4, seed=1) for _ in range(2))
@@ -74,7 +74,7 @@ def test_training_data_that_kill_their_worker_fail_and_everything_else_goes_on(
     for future, how in zip(doomed, ("exit status 7", "SIGSEGV"), strict=True):
         error = error_of(future)
         assert error.category == RequestErrorCategory.Server
-        assert how in str(error)
+        assert fragile.ground.ending(how) in str(error)
         assert "Send less at once" in str(error)
     assert [loss(future) for future in others] == pytest.approx([before] * 3, rel=1e-5)
     assert len(sample.result(timeout=RESULT_SECONDS).sequences[0].tokens) <= 5
@@ -82,7 +82,7 @@ def test_training_data_that_kill_their_worker_fail_and_everything_else_goes_on(
 
 
 def test_a_prompt_that_kills_its_worker_fails_and_the_samples_beside_it_are_drawn(
-    ann: tinsmith.ServiceClient, bob: tinsmith.ServiceClient
+    fragile: ServerProcess, ann: tinsmith.ServiceClient, bob: tinsmith.ServiceClient
 ) -> None:
     params = tinsmith.SamplingParams(max_tokens=20, seed=3, stop=[])
     innocent = bob.create_sampling_client(base_model=MODEL)
@@ -90,7 +90,8 @@ def test_a_prompt_that_kills_its_worker_fails_and_the_samples_beside_it_are_draw
     expected = innocent.sample(prompt, 2, params).result(timeout=RESULT_SECONDS).sequences
     others = [innocent.sample(prompt, 2, params) for _ in range(20)]
     killer = ann.create_sampling_client(base_model=MODEL, retry_config=tinsmith.RetryConfig(enable_retry_logic=False))
-    assert "exit status 7" in str(error_of(killer.sample(tinsmith.ModelInput.from_ints([EXITS]), 1, params)))
+    error = error_of(killer.sample(tinsmith.ModelInput.from_ints([EXITS]), 1, params))
+    assert fragile.ground.ending("exit status 7") in str(error)
     for future in others:
         drawn = future.result(timeout=RESULT_SECONDS).sequences
         assert [one.tokens for one in drawn] == [one.tokens for one in expected]
@@ -110,4 +111,4 @@ def test_a_worker_that_hangs_is_started_anew_and_goes_on(
         again = trainer.forward_backward([deadly(HANGS_ONCE)], "cross_entropy")
         assert loss(first) == loss(again)
         assert (tmp_path / "hung").exists()
-        assert "Timeout (0:00:08)!" in server.log(), "where it hung is in the log"
+        assert "Timeout (0:00:08)!" in server.ground.traces(server), "where it hung is in the log"

@@ -20,6 +20,8 @@ from tests.support.tiny_tokenizer import byte_level_bpe
 from tinsmith.server.store import Store
 from tinsmith.sharing import RunningServer, SharedFolder
 
+pytestmark = pytest.mark.one_machine("local mode is a server of this machine, whatever others stand on")
+
 END_SECONDS = 120.0
 
 SCRIPT = """

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tinsmith
+from tests.end_to_end.grounds import OnRay, ground
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import COMMAND, KEY, ServerProcess, failed_start, wait_until
 from tests.server.bucket import BUCKET, SECRET, Bucket, running_bucket
@@ -27,7 +27,9 @@ PROMPT = tinsmith.ModelInput.from_ints([1, 2, 3])
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[Bucket]:
-    with running_bucket() as running:
+    """The one that workers elsewhere know, if there are such."""
+    standing = ground()
+    with nullcontext(standing.bucket) if isinstance(standing, OnRay) else running_bucket() as running:
         yield running
 
 
@@ -58,15 +60,6 @@ def train(model: Any, steps: range) -> None:
         model.optim_step(STEP).result(timeout=SECONDS)
 
 
-def downloaded(server: ServerProcess, path: str) -> dict[str, bytes]:
-    run, kind, name = path.removeprefix("tinker://").split("/")
-    place = f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/archive"
-    url = server.call("GET", place).json()["url"]
-    content = server.call("GET", url.removeprefix(server.url)).body
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        return {each.name: archive.extractfile(each).read() for each in archive.getmembers()}  # type: ignore[union-attr]
-
-
 def weights(files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {name: content for name, content in files.items() if name.endswith(".safetensors")}
 
@@ -78,7 +71,7 @@ def test_a_server_that_lost_all_but_bucket_and_database_goes_on_to_the_last_bit(
     for model in (whole, cut):
         train(model, range(4))
     saved = cut.save_state("half").result(timeout=SECONDS).path
-    before = downloaded(server, saved)
+    before = server.downloaded(saved)
     sampler = cut.save_weights_and_get_sampling_client()
     drawn = sampler.sample(PROMPT, 1, PARAMS).result(timeout=SECONDS).sequences[0].tokens
 
@@ -86,19 +79,19 @@ def test_a_server_that_lost_all_but_bucket_and_database_goes_on_to_the_last_bit(
     shutil.rmtree(server.state / "cache")
     server.start()
 
-    assert downloaded(server, saved) == before
+    assert server.downloaded(saved) == before
     assert set(before) == {"adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "tinsmith.json"}
     assert sampler.sample(PROMPT, 1, PARAMS).result(timeout=SECONDS).sequences[0].tokens == drawn
     for model in (whole, cut):
         train(model, range(4, 7))
     ends = [model.save_state("end").result(timeout=SECONDS).path for model in (whole, cut)]
-    assert weights(downloaded(server, ends[0])) == weights(downloaded(server, ends[1]))
+    assert weights(server.downloaded(ends[0])) == weights(server.downloaded(ends[1]))
     assert not [*server.state.glob("checkpoints/*"), *server.state.glob("snapshots/*")]
 
     copy = client.create_training_client_from_state_with_optimizer(saved)
     train(copy, range(4, 7))
     again = copy.save_state("end").result(timeout=SECONDS).path
-    assert weights(downloaded(server, again)) == weights(downloaded(server, ends[1]))
+    assert weights(server.downloaded(again)) == weights(server.downloaded(ends[1]))
 
     prefix = f"team/files/checkpoints/{saved.removeprefix('tinker://').replace(':', '_')}/"
     assert len(bucket.objects(prefix)) == 5
@@ -149,7 +142,7 @@ def test_a_save_waits_for_a_bucket_that_went_away_and_is_done_when_it_is_back(
     bucket.come_back()
     path = saving.result(timeout=SECONDS).path
     wait_until(lambda: server.call("GET", "/readyz").status == 200, SECONDS, "it is not ready again")
-    assert downloaded(server, path)["adapter_model.safetensors"]
+    assert server.downloaded(path)["adapter_model.safetensors"]
 
 
 def test_a_start_without_its_bucket_is_refused_with_what_to_change(

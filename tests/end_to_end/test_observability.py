@@ -180,7 +180,7 @@ def test_neither_prompts_nor_tokens_nor_secrets_are_logged_whatever_fails(server
 def test_operations_are_in_the_trail_when_they_come_and_when_they_are_done(
     server: ServerProcess, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["--format", "json", "audit", "--state", str(server.state)]) == 0
+    assert run(["--format", "json", "audit", *server.place()]) == 0
     events = json.loads(capsys.readouterr().out)["events"]
     (published,) = [event for event in events[::-1] if event["event"] == "checkpoint_publish"][:1]
     saves = [event for event in events if event["tinker_path"] == published["tinker_path"]]

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -313,7 +312,7 @@ def test_a_stream_goes_on_where_it_was_when_its_worker_dies(chat: Ask, server: S
         for number, chunk in enumerate(stream):
             told += chunk.choices[0].delta.content or ""
             if number == 5:
-                os.kill(server.workers()[0], signal.SIGKILL)
+                server.kill_worker("sample")
     assert told == expected
 
 

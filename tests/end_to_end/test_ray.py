@@ -17,6 +17,8 @@ from tests.end_to_end.scripts import submitted
 from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
 from tests.support.ray_head import RayHead
 
+pytestmark = pytest.mark.one_machine("it has a cluster of its own, and compares with a server of one machine")
+
 MODEL = "tiny/model-1"
 STEPS = range(30)
 SECONDS = 90.0

@@ -99,6 +99,7 @@ def test_what_else_can_be_wrong_at_the_start_is_said_in_one_line(model: Path, tm
     assert "secret" not in unreachable
 
 
+@pytest.mark.one_machine("on a cluster such a start is refused")
 def test_beside_a_model_that_cannot_be_loaded_the_other_is_served(
     models: Mapping[str, Path], model: Path, tmp_path: Path
 ) -> None:

@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load
 
 import tinsmith
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import KEY, ServerProcess, wait_until
-from tinsmith.server.checkpoints import CheckpointFolders
+
+pytestmark = pytest.mark.one_machine("the members are processes below their worker")
 
 MODEL = "tiny/model-1"
 STEPS = range(20)
@@ -40,9 +41,8 @@ def shared(
 
 
 def members_of(server: ServerProcess) -> list[int]:
-    """The ids of the processes that the only worker has started."""
-    (worker,) = server.workers()
-    tasks = Path(f"/proc/{worker}/task").iterdir()
+    """The ids of the processes that the only worker has started; none while it is itself being started."""
+    tasks = [task for worker in server.workers() for task in Path(f"/proc/{worker}/task").iterdir()]
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
@@ -64,8 +64,7 @@ def finished(server: ServerProcess, model: Any, futures: list[Any]) -> tuple[lis
     """The losses, and what came of the weights and of the optimizer."""
     losses = [future.result(timeout=RESULT_SECONDS).metrics["loss:sum"] for future in futures]
     path = model.save_state("end").result(timeout=RESULT_SECONDS).path
-    folder = CheckpointFolders(server.state / "checkpoints").folder(path)
-    return losses, load_file(folder / "adapter_model.safetensors")
+    return losses, load(server.downloaded(path)["adapter_model.safetensors"])
 
 
 def drawing(model: Any) -> list[Any]:
@@ -95,6 +94,7 @@ def test_a_member_killed_in_training_costs_only_time(server: ServerProcess, shar
     for name, tensor in expected.items():
         torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-5)
     assert "Rank 1 of the training group is gone: its process ended by signal 9 (SIGKILL)" in shared.log()
+    assert f"The worker of {MODEL} is gone: its process ended by signal 9 (SIGKILL)" in shared.log()
     assert killed not in members_of(shared)
 
 
@@ -104,4 +104,5 @@ def test_a_member_killed_while_the_worker_samples_costs_only_time(server: Server
     (killed,) = members_of(shared)
     os.kill(killed, signal.SIGKILL)
     assert drawn(samples) == drawn(expected)
-    wait_until(lambda: killed not in members_of(shared), 30, "the member was not replaced")
+    wait_until(lambda: members_of(shared) not in ([], [killed]), RESULT_SECONDS, "the member was not replaced")
+    wait_until(lambda: shared.call("GET", "/readyz").status == 200, RESULT_SECONDS, "the group did not come back")

@@ -16,6 +16,8 @@ import tinsmith
 from tests.end_to_end.scripts import sentence
 from tests.end_to_end.serving import KEY, ServerProcess
 
+pytestmark = pytest.mark.one_machine("earlier releases wrote these folders on one machine")
+
 MODEL = "tiny/model-1"
 STATES = sorted(Path(__file__).with_name("states").glob("*.tar.gz"))
 

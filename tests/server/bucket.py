@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ class Bucket:
         }
 
     def come_back(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)  # else it prints a line for every request
         self._server = ThreadedMotoServer("127.0.0.1", self._port, verbose=False)
         self._server.start()
         self._port = self._server.get_host_and_port()[1]

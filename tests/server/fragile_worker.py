@@ -28,7 +28,7 @@ def hang_once() -> None:
 
 _DEATHS: Mapping[int, Callable[[], None]] = {
     EXITS: lambda: os._exit(7),
-    CRASHES: lambda: os.kill(os.getpid(), signal.SIGSEGV),
+    CRASHES: lambda: signal.raise_signal(signal.SIGSEGV),  # in this thread, as a real one
     IS_KILLED: lambda: os.kill(os.getpid(), signal.SIGKILL),
     HANGS_ONCE: hang_once,
 }
@@ -40,7 +40,7 @@ def die_of(tokens: Sequence[int]) -> None:
             _DEATHS[int(token)]()
 
 
-def main() -> None:
+def make_fragile() -> None:
     real_training, real_step, real_add = Engine.forward_backward, Generator.step, Generator.add
     prompts: list[Sequence[int]] = []
 
@@ -60,8 +60,8 @@ def main() -> None:
         return real_step(self)
 
     Engine.forward_backward, Generator.add, Generator.step = forward_backward, add, step  # type: ignore[method-assign]
-    worker_process.main()
 
 
 if __name__ == "__main__":
-    main()
+    make_fragile()
+    worker_process.main()

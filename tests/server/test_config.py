@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.config import ServerConfig
+from tinsmith.server.messages import WorkerSettings
 from tinsmith.server.models import ModelSource
 
 
@@ -23,3 +25,13 @@ def test_a_base_model_that_cannot_be_sharded_is_refused(tmp_path: Path, options:
     with pytest.raises(ConfigError, match=what):
         ServerConfig(models=models, **options)  # type: ignore[arg-type]
     ServerConfig(models=models, **{**options, "shard_base": "auto"})  # type: ignore[arg-type]
+
+
+def test_settings_show_no_secrets() -> None:
+    url = "postgresql://ann:hunter2@host/tinsmith"
+    config = ServerConfig(models=(ModelSource("tiny", "/nowhere"),), database=url, api_keys=("tml-hunter2",))
+    worker = WorkerSettings(base_model="tiny", folder="/nowhere", database=url, state="/state")
+    for settings in (config, worker, msgspec.structs.replace(worker, role="sample")):
+        assert "hunter2" not in f"{settings} {settings!r}"
+        assert "tiny" in repr(settings)
+    assert "database=''" in repr(ServerConfig(models=config.models))

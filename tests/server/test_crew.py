@@ -12,16 +12,18 @@ import msgspec
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.server import keeper
+from tinsmith.server import crew, keeper
 from tinsmith.server.crew import Crew
 from tinsmith.server.lives import CannotBeginError, Life, Lives
 from tinsmith.server.messages import Figure, Message, WorkerSettings
-from tinsmith.server.store import Store
+from tinsmith.server.scaling import Bounds
+from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import Done, NewJob
 from tinsmith.types import ModelInput, SampleRequest, SamplingParams
 
 BASE = "tiny"
 PLACES = ["train", "sample-0", "sample-1"]
+TWO = Bounds(2, 2)
 
 
 class ToldLife(Life):
@@ -40,6 +42,10 @@ class ToldLife(Life):
         self._said.put_nowait(None)
         if not self._end.done():
             self._end.set_result(status)
+
+    @property
+    def is_over(self) -> bool:
+        return self._end.done()
 
     def wake(self) -> None:
         self.woken += 1
@@ -61,7 +67,7 @@ class ToldLife(Life):
 class ToldLives(Lives):
     def __init__(self) -> None:
         self.living: dict[str, ToldLife] = {}
-        self.num_begun = 0
+        self.num_begun = self.num_refused = 0
         self.is_away = False
 
     async def prepare(self) -> None:
@@ -69,6 +75,7 @@ class ToldLives(Lives):
 
     async def begin(self, settings: WorkerSettings) -> Life:
         if self.is_away:
+            self.num_refused += 1
             raise CannotBeginError("there is no cluster")
         self.num_begun += 1
         life = self.living[settings.place] = ToldLife(settings)
@@ -79,12 +86,12 @@ class ToldLives(Lives):
 
 
 class World:
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, bounds: Bounds = TWO) -> None:
         self.store = Store(f"sqlite:///{state / 'tinsmith.db'}")
         self.lives = ToldLives()
         self.done: list[str] = []
         settings = WorkerSettings(base_model=BASE, folder="", database="", state=str(state), train_workers=3)
-        self.crew = Crew(settings, 2, self.store, self.lives, self.done.extend, lambda drawn: None)
+        self.crew = Crew(settings, bounds, self.store, self.lives, self.done.extend, lambda drawn: None)
 
     def submit(self, seq_id: int, prompt: list[int]) -> tuple[str, str]:
         """The request, and the replica that it is for."""
@@ -101,6 +108,13 @@ class World:
         replica = self.crew.choose_replica(job, request)
         return self.store.jobs.enqueue(msgspec.structs.replace(job, replica=replica)).request_id, replica
 
+    def places(self) -> list[str]:
+        return [state.name for state in self.crew.states()]
+
+    def finish(self, place: str, request_ids: list[str]) -> None:
+        outcomes = dict.fromkeys(request_ids, Done(result=b"", content_type="x"))
+        self.lives.living[place].say(done=tuple(self.store.jobs.complete(f"{place}/w", outcomes)))
+
     def claim(self, place: str) -> list[str]:
         return [job.request_id for job in self.store.jobs.claim(BASE, f"{place}/w", sample=99, replica=place)]
 
@@ -114,10 +128,10 @@ class World:
 
 
 @asynccontextmanager
-async def world(state: Path) -> AsyncIterator[World]:
-    made = World(state)
+async def world(state: Path, bounds: Bounds = TWO) -> AsyncIterator[World]:
+    made = World(state, bounds)
     await made.crew.start()
-    await until(lambda: made.lives.num_begun == 3)
+    await until(lambda: made.lives.num_begun == 1 + bounds.least)
     try:
         yield made
     finally:
@@ -138,6 +152,7 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(keeper, "MAX_PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(crew, "SCALE_SECONDS", 0.01)
 
 
 def test_each_has_its_role_and_its_place(tmp_path: Path) -> None:
@@ -241,6 +256,23 @@ def test_a_cluster_that_is_away_is_said_and_tried_again(tmp_path: Path) -> None:
     run(scenario)
 
 
+def test_a_cluster_that_goes_away_before_a_model_is_loaded_is_no_reason_to_give_up_the_model(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            request, _ = here.submit(0, [1])
+            here.lives.is_away = True
+            for place in PLACES:
+                here.lives.living[place].end(76)
+            await until(lambda: here.lives.num_refused > 2 * len(PLACES) * keeper.MAX_FAILED_STARTS)
+            assert here.crew.problem is None
+            assert _unfinished(here, [request]) == [request]
+            here.lives.is_away = False
+            await until(lambda: here.lives.num_begun == 6)
+            await here.ready(*PLACES)
+
+    run(scenario)
+
+
 def test_a_worker_that_cannot_load_its_model_is_refused_at_the_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with world(tmp_path) as here:
@@ -252,6 +284,46 @@ def test_a_worker_that_cannot_load_its_model_is_refused_at_the_start(tmp_path: P
             with pytest.raises(ConfigError, match=r"cannot be loaded on node-7 \(10.0.0.7\): /models/m has no config"):
                 await here.crew.settled()
             assert here.crew.problem is None, "others can work"
+
+    run(scenario)
+
+
+def test_a_start_that_is_refused_leaves_what_waits_as_it_was(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            waiting, _ = here.submit(0, [1])
+            for place in PLACES:
+                here.lives.living[place].say(failed="/models/m has no config.json", is_final=True)
+                here.lives.living[place].end(1)
+            with pytest.raises(ConfigError, match="has no config"):
+                await here.crew.settled()
+            assert here.done == []
+            assert here.store.results.statuses([waiting])[waiting].outcome is None
+
+    run(scenario)
+
+
+def test_a_worker_that_comes_back_where_there_are_no_files_is_said_and_costs_only_time(tmp_path: Path) -> None:
+    """Its machine is gone, and it was placed on one without the model, or with another version of us."""
+
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            await here.ready(*PLACES)
+            here.crew.goes_on()
+            waiting, _ = here.submit(0, [1])
+            first = here.lives.living["train"]
+            first.end(76)
+            await here.replaced("train", first)
+            second = here.lives.living["train"]
+            second.say(failed="/models/m has no config.json", is_final=True)
+            second.end(1)
+            await here.replaced("train", second)
+            why = here.crew.held_up("s:train:0", "train") or ""
+            assert "/models/m has no config.json; it is tried again and again" in why
+            assert here.crew.problem is None
+            await here.ready("train")
+            assert here.crew.held_up("s:train:0", "train") is None
+            assert here.store.results.statuses([waiting])[waiting].outcome is None
 
     run(scenario)
 
@@ -273,3 +345,200 @@ def test_figures_are_those_of_all(tmp_path: Path) -> None:
             ] == 100
 
     run(scenario)
+
+
+# As many replicas as there is work for
+
+
+async def grown(here: World, samples: int = 194) -> list[str]:
+    """One replica, then so many samples, and three more replicas; the requests."""
+    await here.ready("train", "sample-0")
+    requests = [here.submit(number, [number])[0] for number in range(samples)]
+    await until(lambda: here.lives.num_begun == 5)
+    return requests
+
+
+def test_more_samples_than_one_replica_should_have_start_others_up_to_the_most(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            assert here.places() == ["train", "sample-0"]
+            await grown(here, 1000)
+            assert here.places() == ["train", "sample-0", "sample-1", "sample-2", "sample-3"]
+            assert here.crew.is_ready("sample"), "the first one works"
+            assert here.lives.living["sample-3"].settings.role == "sample"
+
+    run(scenario)
+
+
+def test_a_replica_that_comes_gets_its_part_of_what_nobody_has_begun(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            requests = await grown(here)
+            begun = [job.request_id for job in here.store.jobs.claim(BASE, "sample-0/w", sample=20, replica="sample-0")]
+            await here.ready("sample-1")
+            await until(lambda: {state.name: state.samples for state in here.crew.states()}["sample-1"] == 97)
+            mine = here.claim("sample-1")
+            assert len(mine) == 97
+            assert {*mine, *begun, *here.claim("sample-0")} == {*requests}
+
+    run(scenario)
+
+
+def test_replicas_that_find_no_room_are_said_and_hold_nobody_up(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            await grown(here)
+            here.lives.living["sample-2"].say(held_up="no room on the cluster")
+            await until(lambda: "no room" in str({state.name: state.held_up for state in here.crew.states()}))
+            assert here.crew.held_up("", None) is None
+            assert here.crew.held_up("s:sample:0", "sample") is None
+            assert here.crew.is_ready(None)
+
+    run(scenario)
+
+
+def test_a_replica_that_is_let_go_finishes_what_it_has_begun_and_others_draw_the_rest(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            requests = await grown(here)
+            await here.ready("sample-1", "sample-2", "sample-3")
+            await until(lambda: all((state.samples or 0) > 9 for state in here.crew.states() if state.name != "train"))
+            last = here.lives.living["sample-3"]
+            last.say(figures=(Figure("tinsmith_sampled_tokens_total", {}, 5.0),))
+            mine = here.store.jobs.claim(BASE, "sample-3/w", sample=2, replica="sample-3")
+            begun = [job.request_id for job in mine]
+            for place in ("sample-0", "sample-1", "sample-2"):
+                here.finish(place, here.claim(place))
+            # Only those of the last are left: too few for four, and it is the first to go.
+            await until(lambda: "ends after" in ({s.name: s.held_up for s in here.crew.states()}["sample-3"] or ""))
+            await asyncio.sleep(0.1)
+            assert here.lives.living["sample-3"] is last, "it draws"
+            drawn = set[str]()
+            while len(drawn) < len(requests) - len(begun):
+                drawn |= {*requests} - {*begun} - {*_unfinished(here, requests)}
+                for place in ("sample-0", "sample-1", "sample-2"):
+                    here.finish(place, here.claim(place))
+                await asyncio.sleep(0.01)
+            assert [*_unfinished(here, requests)] == begun
+            here.finish("sample-3", begun)
+            await until(lambda: here.places() == ["train", "sample-0"])
+            assert not _unfinished(here, requests)
+            assert {figure.name: figure.value for figure in here.crew.figures()}["tinsmith_sampled_tokens_total"] == 5
+
+    run(scenario)
+
+
+def test_samples_that_came_to_other_servers_count_as_long_as_they_are_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "ELSEWHERE_SECONDS", 0.3)
+
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            await here.ready("train", "sample-0")
+            here.crew.note_elsewhere("another", 60)
+            here.crew.note_elsewhere("a third", 5)
+            await until(lambda: here.places() == ["train", "sample-0", "sample-1"])
+            await until(lambda: here.places() == ["train", "sample-0"])
+
+    run(scenario)
+
+
+def test_what_a_server_before_has_left_counts_as_to_be_drawn(tmp_path: Path) -> None:
+    """Also what was for a replica of the same name."""
+
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as before:
+            await before.ready("train", "sample-0")
+            before.crew._bounds = Bounds(1, 1)
+            assert {before.submit(number, [number])[1] for number in range(65)} == {"sample-0"}
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            await here.ready("train", "sample-0")
+            await until(lambda: here.places() == ["train", "sample-0", "sample-1"])
+
+    run(scenario)
+
+
+def test_a_replica_that_is_let_go_finishes_what_came_to_another_server(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2)) as here:
+            await here.ready("train", "sample-0")
+            here.crew.note_elsewhere("another", 65)
+            await until(lambda: "sample-1" in here.lives.living)
+            await here.ready("sample-1")
+            job = NewJob(
+                kind="sample",
+                owner="ann",
+                payload=b"{}",
+                session_id="s",
+                base_model=BASE,
+                sampler_id="s:sample:0",
+                seq_id=0,
+                replica="sample-1",
+            )
+            request_id = here.store.jobs.enqueue(job).request_id
+            assert here.claim("sample-1") == [request_id]
+            last = here.lives.living["sample-1"]
+            here.crew.note_elsewhere("another", 0)
+            await until(lambda: any(state.is_leaving for state in here.crew.states()))
+            await asyncio.sleep(0.1)
+            assert not last.is_over, "it draws"
+            here.finish("sample-1", [request_id])
+            await until(lambda: here.places() == ["train", "sample-0"])
+            assert last.is_over
+
+    run(scenario)
+
+
+def test_a_replica_ends_also_if_the_database_is_away_when_it_is_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "LAST_SAMPLES_SECONDS", 0.1)
+    num_failed = 0
+
+    def away(*args: Any, **settings: Any) -> Any:
+        nonlocal num_failed
+        num_failed += 1
+        raise StoreUnavailableError("SELECT 1", {}, Exception("the connection is closed"))
+
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2)) as here:
+            await here.ready("train", "sample-0")
+            here.crew.note_elsewhere("another", 65)
+            await until(lambda: "sample-1" in here.lives.living)
+            await here.ready("sample-1")
+            with pytest.MonkeyPatch.context() as outage:
+                for what in ("strays", "is_busy", "requeue"):
+                    outage.setattr(here.store.jobs, what, away)
+                here.crew.note_elsewhere("another", 0)
+                last = here.lives.living["sample-1"]
+                await until(lambda: last.is_over and num_failed > 5)
+            await until(lambda: here.places() == ["train", "sample-0"])
+
+    run(scenario)
+
+
+def test_what_a_replica_that_was_let_go_did_not_finish_is_drawn_by_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "LAST_SAMPLES_SECONDS", 0.0)
+
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 4)) as here:
+            requests = await grown(here)
+            await here.ready("sample-1", "sample-2", "sample-3")
+            await until(lambda: all((state.samples or 0) > 9 for state in here.crew.states() if state.name != "train"))
+            held = [job.request_id for job in here.store.jobs.claim(BASE, "sample-3/w", sample=2, replica="sample-3")]
+            while _unfinished(here, requests):
+                for place in ("sample-0", "sample-1", "sample-2"):
+                    here.finish(place, here.claim(place))
+                await asyncio.sleep(0.01)
+            assert len(held) == 2
+            await until(lambda: here.places() == ["train", "sample-0"])
+
+    run(scenario)
+
+
+def _unfinished(here: World, requests: list[str]) -> list[str]:
+    known = here.store.results.statuses(requests)
+    return [request_id for request_id in requests if known[request_id].outcome is None]

@@ -221,7 +221,8 @@ def test_what_a_model_was_made_from_outlives_its_damaged_snapshot(bench: Workben
     assert stored(bench).snapshots == Snapshots(last=0), "written again at once"
 
     bench.store.models.forget_snapshots(MODEL, [0])  # as if a kill had come between
-    SnapshotFolders(CheckpointFolders(bench.state / "snapshots")).tidy(bench.store.models.snapshots())
+    folders = SnapshotFolders(CheckpointFolders(bench.state / "snapshots"))
+    folders.remove_unneeded(bench.store.models.snapshots())
     assert not snapshot(bench, 0).exists()
     with bench.worker():
         assert bench.losses([bench.data(MODEL, 2, forward_only=True)]) == expected
@@ -283,7 +284,9 @@ def test_what_a_killed_process_left_of_snapshots_is_removed(tmp_path: Path) -> N
     names = ("7", "5", "6", "7-loaded", "6-loaded", "5-loaded", ".unfinished-x")
     for folder in (*(f"s_train_0/weights/{name}" for name in names), "s_train_1/weights/3"):
         (tmp_path / folder).mkdir(parents=True)
-    SnapshotFolders(CheckpointFolders(tmp_path)).tidy({MODEL: Snapshots(last=7, previous=5)})
+    folders = SnapshotFolders(CheckpointFolders(tmp_path))
+    folders.tidy()
+    folders.remove_unneeded({MODEL: Snapshots(last=7, previous=5)})
     assert sorted(folder.name for folder in tmp_path.glob("*/weights/*")) == ["5", "6-loaded", "7", "7-loaded"]
 
 
@@ -294,8 +297,8 @@ def test_a_model_that_the_store_does_not_know_is_set_aside_for_some_time(
     aside = tmp_path / ".unknown" / "s_train_1"
     for name in ("first", "second"):
         (tmp_path / "s_train_1" / "weights" / name).mkdir(parents=True)
-        folders.tidy({})
-        folders.tidy({})
+        folders.remove_unneeded({})
+        folders.remove_unneeded({})
         assert [folder.name for folder in tmp_path.iterdir()] == [".unknown"]
         assert [folder.name for folder in aside.glob("weights/*")] == [name]
     assert f"set aside, in {aside}" in caplog.text

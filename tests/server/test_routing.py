@@ -82,8 +82,29 @@ class Calls(RuleBasedStateMachine):
             return
         assert chosen in self.living
         before = self.loads()
-        assert before[chosen] <= most_load(min(before.values()))
+        assert before[chosen] <= most_load(min(before.values()), 2)
         self.underway[key] = chosen, samples
+
+    @precondition(lambda self: self.underway and self.living)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        key, replica = (data.draw(st.sampled_from(sorted(some))) for some in (self.underway, self.living))
+        for router in (self.router, self.twin):
+            router.move(key, replica)
+        self.underway[key] = replica, self.underway.pop(key)[1]
+
+    @precondition(lambda self: self.living)
+    @rule(data=st.data())
+    def share(self, data: st.DataObject) -> None:
+        """Nobody who gives away has less than the newcomer afterwards, and that is not more than its part."""
+        replica = data.draw(st.sampled_from(sorted(self.living)))
+        before = self.loads()
+        for key in self.router.part_of(replica, sorted(self.underway)):
+            giver = self.underway[key][0]
+            for router in (self.router, self.twin):
+                router.move(key, replica)
+            self.underway[key] = replica, self.underway.pop(key)[1]
+            assert self.loads()[giver] >= sum(before.values()) // len(before) >= self.loads()[replica]
 
     @precondition(lambda self: self.underway)
     @rule(data=st.data())
@@ -126,10 +147,10 @@ candidates = st.lists(
 @given(candidates)
 def test_nobody_who_may_be_chosen_holds_more_or_holds_as_much_and_has_less_to_do(several: list[Candidate]) -> None:
     chosen = next(each for each in several if each.replica == pick(several))
-    bound = most_load(min(each.load for each in several))
-    assert chosen.load <= bound
+    least = min(each.load for each in several)
+    assert chosen.load <= most_load(least, chosen.held)
     for other in several:
-        if other.load <= bound:
+        if other.load <= most_load(least, other.held):
             assert (other.held, -other.load) <= (chosen.held, -chosen.load)
 
 
@@ -178,6 +199,13 @@ def test_a_replica_that_has_the_adapter_is_preferred_even_without_a_common_prefi
     router = started()
     first = router.choose("1", "a", "x", prompt(1))
     assert router.choose("2", "a", "x", [5, 5, 5]) == first
+
+
+def test_a_few_prompts_that_share_an_adapter_alone_are_spread_over_all_replicas() -> None:
+    router = started(2)
+    for number in range(16):
+        router.choose(f"{number}", "a", "x", [number] * 9)
+    assert [*router.loads.values()] == [8, 8]
 
 
 def test_a_hot_prefix_spreads_over_all_replicas() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from tests.server.workbench import Workbench
-from tinsmith.server.engine.adapter_files import PackedAdapter
+from tinsmith.server import weights_exchange
+from tinsmith.server.engine.adapter_files import PackedAdapter, pack
+from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.messages import Role
 from tinsmith.server.store.records import Failed, NewJob
-from tinsmith.server.weights_exchange import Answer, AskedTrainer, PublishedWeights, WeightsWanted
+from tinsmith.server.weights_exchange import Answer, Parcel, PublishedWeights, ReceivedWeights, WeightsWanted
 
 REPLICA = "sample-0"
 
@@ -31,18 +35,22 @@ class Pair:
         self.put: list[PackedAdapter] = []
         self.asked: list[WeightsWanted] = []
         self.published: PublishedWeights | None = None
+        self.received = ReceivedWeights(self._ask, self.replica.ring)
+        self.is_sent = True
+        self.has_arrived = threading.Event()
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        self.published = PublishedWeights(self._put, self.trainer.ring)
+        self.published = PublishedWeights(self._put, self._send, self.trainer.ring)
         with self.trainer.worker(published=self.published):
             yield
         self.published = None
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        with self.replica.worker(trainer=AskedTrainer(self._ask, self.replica.ring)):
+        with self.replica.worker(received=self.received):
             yield
+        self.received = ReceivedWeights(self._ask, self.replica.ring)
 
     def sample(self, sampler_id: str, seq_id: int, **params: Any) -> str:
         request_id = self.replica.sample(sampler_id, seq_id, max_tokens=8, temperature=0.5, **params)
@@ -50,9 +58,14 @@ class Pair:
         self.replica.ring()
         return request_id
 
-    def _put(self, packed: PackedAdapter) -> PackedAdapter:
-        self.put.append(packed)
-        return packed
+    def _put(self, frozen: FrozenAdapter) -> PackedAdapter:
+        self.put.append(pack(frozen))
+        return self.put[-1]
+
+    def _send(self, parcel: Parcel) -> None:
+        if self.is_sent:
+            self.received.take(parcel)
+            self.has_arrived.set()
 
     def _ask(self, wanted: WeightsWanted) -> Future[Answer]:
         self.asked.append(wanted)
@@ -105,12 +118,32 @@ def test_the_samples_are_those_that_one_worker_draws(pair: Pair, alone: Workbenc
         assert pair.replica.tokens(pair.sample(pair.replica.base_sampler(), 1)) == base
 
 
-def test_weights_are_put_once_and_asked_for_once(pair: Pair) -> None:
+def test_weights_are_put_once_and_sent_before_anybody_asks(pair: Pair) -> None:
+    with pair.training():
+        sampler = pair.trainer.copied_sampler(trained(pair.trainer), 5)
+        assert pair.has_arrived.wait(60)
+        with pair.sampling():
+            assert len({tuple(pair.replica.tokens(pair.sample(sampler, number))) for number in range(3)}) == 1
+    assert len(pair.put) == 1
+    assert pair.asked == []
+
+
+def test_a_replica_that_came_later_asks_once_and_gets_what_was_put(pair: Pair) -> None:
+    pair.is_sent = False
     with pair.training(), pair.sampling():
         sampler = pair.trainer.copied_sampler(trained(pair.trainer), 5)
         assert len({tuple(pair.replica.tokens(pair.sample(sampler, number))) for number in range(3)}) == 1
     assert len(pair.put) == 1
     assert len(pair.asked) == 1
+
+
+def test_what_cannot_be_put_now_is_asked_for_again(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, tries = pair._put, iter([False, False, True])
+    monkeypatch.setattr(pair, "_put", lambda frozen: real(frozen) if next(tries) else 1 / 0)
+    with pair.training(), pair.sampling():
+        sampler = pair.trainer.copied_sampler(trained(pair.trainer), 5)
+        assert len(pair.replica.tokens(pair.sample(sampler, 0))) == 8
+    assert len(pair.asked) == 2
 
 
 def test_a_sampler_that_follows_a_model_has_its_newest_weights(pair: Pair, alone: Workbench) -> None:
@@ -170,7 +203,8 @@ def test_a_sample_waits_for_a_trainer_that_is_away_and_others_do_not(pair: Pair)
         assert pair.replica.store.results.statuses([waits])[waits].outcome is None
         with pair.training():
             assert len(pair.replica.tokens(waits)) == 8
-    assert follower not in pair.replica.no_room
+            while follower in pair.replica.no_room:  # which is told once a second
+                time.sleep(0.01)
 
 
 def test_a_sample_waits_for_a_busy_trainer_and_others_do_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,3 +235,58 @@ def test_weights_that_are_lost_are_a_failure_of_the_server(pair: Pair) -> None:
         outcome = pair.replica.outcome(pair.sample(sampler, 0))
         assert isinstance(outcome, Failed)
         assert "is not kept any more" in outcome.error
+
+
+def parcel(name: str, seq_id: int = -1, size: int = 8) -> Parcel:
+    return Parcel(name, PackedAdapter({}, "float32", np.zeros(size, np.uint8)), seq_id)
+
+
+def received(answers: dict[str, Answer]) -> tuple[ReceivedWeights, list[str]]:
+    """A replica's end whose trainer has these, and the names that it is asked for."""
+    asked: list[str] = []
+
+    def ask(wanted: WeightsWanted) -> Future[Answer]:
+        asked.append(wanted.name)
+        answer: Future[Answer] = Future()
+        if wanted.name in answers:
+            answer.set_result(answers[wanted.name])
+        return answer
+
+    return ReceivedWeights(ask, lambda: None), asked
+
+
+def test_a_replica_keeps_a_bounded_number_of_unused_weights_and_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_exchange, "MAX_UNUSED", 3)
+    monkeypatch.setattr(weights_exchange, "MAX_UNUSED_BYTES", 100)
+    weights, asked = received({})
+    for name in "abcde":
+        weights.take(parcel(name))
+    assert [weights.get(WeightsWanted(name, "ann")).done() for name in "edcba"] == [True, True, True, False, False]
+    for name in "fgh":
+        weights.take(parcel(name, size=90))
+    assert [weights.get(WeightsWanted(name, "ann")).done() for name in "hgf"] == [True, False, False]
+    assert asked == ["b", "a", "g", "f"]
+
+
+def test_of_a_model_as_it_was_only_what_is_new_enough_counts() -> None:
+    weights, asked = received({})
+    weights.take(parcel("model", 5))
+    answer = weights.get(WeightsWanted("s", "ann", "model", 6))
+    assert asked == ["model"]
+    weights.take(parcel("model", 4))
+    assert not answer.done()
+    weights.take(parcel("model", 7))
+    found = answer.result(0)
+    assert isinstance(found, Parcel)
+    assert found.seq_id == 7
+    assert weights.get(WeightsWanted("s", "ann", "model", 5)).done(), "the older ones were not handed out"
+
+
+def test_what_is_taken_is_a_copy() -> None:
+    """What lies in the memory that all share is needed for others."""
+    weights, _ = received({})
+    sent = parcel("a")
+    weights.take(sent)
+    taken = weights.get(WeightsWanted("a", "ann")).result(0)
+    assert isinstance(taken, Parcel)
+    assert not np.shares_memory(taken.weights.flat, sent.weights.flat)

@@ -108,6 +108,41 @@ def test_a_copy_lost_with_its_process_is_made_again(weights: SamplingWeights, en
     assert asked == [lost]
 
 
+def damaged_file(weights: SamplingWeights, engine: Engine, folder: Path) -> Path:
+    """Of the first sampler, whose weights were the first to leave the memory."""
+    for number in range(3):
+        weights.keep(f"s:sample:{number}", adapter(engine, number).frozen_copy())
+    (file,) = folder.iterdir()
+    content = bytearray(file.read_bytes())
+    content[-10] ^= 2
+    file.write_bytes(content)
+    return file
+
+
+def test_a_damaged_file_is_written_once_more_if_its_model_can_be_rebuilt(
+    weights: SamplingWeights, engine: Engine, tmp_path: Path
+) -> None:
+    file = damaged_file(weights, engine, tmp_path / "samplers")
+    first = sampler(0, model_id="m", model_seq_id=1)
+    found = weights.get(first, lambda sampler: adapter(engine, 0))
+    assert found is not None
+    assert torch.equal(found.flat, adapter(engine, 0).weights)
+    weights.save([first.sampler_id])
+    assert torch.equal(adapter_files.read_frozen(file, engine.model).flat, found.flat)
+
+
+def test_a_damaged_file_of_a_model_that_is_gone_says_what_to_do(
+    weights: SamplingWeights, engine: Engine, tmp_path: Path
+) -> None:
+    def gone(sampler: Sampler) -> Adapter:
+        raise LostError("what was done since its beginning is not kept any more")
+
+    damaged_file(weights, engine, tmp_path / "samplers")
+    with pytest.raises(LostError, match=r"are damaged on the server's disk .* Make a new sampling client"):
+        weights.get(sampler(0, model_id="m", model_seq_id=1), gone)
+    assert weights.get(sampler(2, model_id="m", model_seq_id=1), never) is not None, "others are not concerned"
+
+
 def test_a_checkpoint_is_read_from_its_folder(weights: SamplingWeights, engine: Engine, tmp_path: Path) -> None:
     saved = adapter(engine, 1)
     folders = CheckpointFolders(tmp_path / "checkpoints")

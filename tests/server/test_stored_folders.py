@@ -26,7 +26,7 @@ from tinsmith.server.full_disk import DiskFullError
 from tinsmith.server.objects import Objects, StorageAwayError, check_url
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import StoredSpilled
-from tinsmith.server.storage import check_storage, move_in, open_storage
+from tinsmith.server.storage import check_storage, move_in, note_storage, open_storage
 from tinsmith.server.store import reserve
 from tinsmith.server.store.records import Snapshots
 from tinsmith.server.stored_folders import StoredFolders
@@ -288,14 +288,14 @@ def test_snapshots_are_pruned_and_unknown_models_go_after_a_week(one: Machine, o
     assert (other.storage.snapshots.folder(MODEL, 5) / "weights").read_text() == "5"
 
     now, found = datetime.now(UTC), partial(one.objects.find, "snapshots")
-    snapshots.tidy({})
+    snapshots.remove_unneeded({})
     snapshots.remove_unknown(now - timedelta(days=1))
-    snapshots.tidy({MODEL: Snapshots(last=7, previous=None)})  # it is known after all
+    snapshots.remove_unneeded({MODEL: Snapshots(last=7, previous=None)})  # it is known after all
     snapshots.remove_unknown(now + timedelta(days=1))
     assert len(found()) == 2
     with pytest.raises(DamagedError):
         snapshots.folder(MODEL, 5)
-    snapshots.tidy({})
+    snapshots.remove_unneeded({})
     snapshots.remove_unknown(now + timedelta(days=1))
     assert found() == []
 
@@ -503,7 +503,9 @@ def test_what_is_no_place_is_refused(url: str) -> None:
 
 
 def test_a_state_folder_is_used_with_the_storage_of_its_files_alone(tmp_path: Path) -> None:
+    check_storage(tmp_path, "s3://bucket/mistyped")  # which was refused then
     check_storage(tmp_path, "s3://bucket/a")
+    note_storage(tmp_path, "s3://bucket/a")
     check_storage(tmp_path, "s3://bucket/a")
     for url in ("s3://bucket/b", ""):
         with pytest.raises(ConfigError, match=r"are in s3://bucket/a, and --storage is .*Start the server with"):

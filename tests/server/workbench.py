@@ -17,7 +17,7 @@ from tinsmith.server.engine.engine import Engine
 from tinsmith.server.messages import Drawn, Replay, WorkerSettings
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import Done, Failed, JobKind, Lora, NewJob, NewModel, NewSampler, Outcome
-from tinsmith.server.weights_exchange import AskedTrainer, PublishedWeights
+from tinsmith.server.weights_exchange import PublishedWeights, ReceivedWeights
 from tinsmith.server.worker import Worker
 from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput, SampleResponse
 from tinsmith.wire import proto
@@ -48,7 +48,7 @@ class Workbench:
 
     @contextmanager
     def worker(
-        self, published: PublishedWeights | None = None, trainer: AskedTrainer | None = None
+        self, published: PublishedWeights | None = None, received: ReceivedWeights | None = None
     ) -> Iterator[Callable[[], None]]:
         """A worker that works; what is given back tells it to end."""
         heard, rung = os.pipe()
@@ -65,7 +65,7 @@ class Workbench:
             tell_held_up=self.held_up.append,
             tell_drawn=self.drawn.extend,
             published=published,
-            trainer=trainer,
+            received=received,
         )
         thread = threading.Thread(target=self._run, args=(worker,))
         thread.start()

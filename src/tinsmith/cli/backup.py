@@ -40,17 +40,17 @@ def command(options: Options, folder: Path, state: Path | None, force: bool) -> 
     except ImportError as error:
         raise MissingExtraError(error.name or "sqlalchemy", "server", "Copying the state of a server") from error
     source, target = (state or Path.home() / ".tinsmith").absolute(), folder.expanduser().absolute()
+    if url := storage_of(source):
+        raise CommandFailed(
+            f"The files of {source} lie in {url}, which this command does not copy.",
+            remedy="Stop the server, copy the folder (all but cache/) and what lies under that URL, with the tools of "
+            "the storage, and a database in PostgreSQL with pg_dump; then start it again.",
+        )
     if not (source / DATABASE_FILE).exists():
         raise CommandFailed(
             f"{source} holds no {DATABASE_FILE}.",
             remedy="Give the --state of `tinsmith serve`. With PostgreSQL, stop the server, copy the folder, and use "
             "pg_dump for the database.",
-        )
-    if url := storage_of(source):
-        raise CommandFailed(
-            f"The files of {source} lie in {url}, which this command does not copy.",
-            remedy="Stop the server, copy the folder (all but cache/) and what lies under that URL, with the tools of "
-            "the storage, and start it again.",
         )
     if target.is_relative_to(source):
         raise CommandFailed(f"{target} lies within {source}.", remedy="Choose a folder elsewhere.")

@@ -9,6 +9,7 @@ import click
 from tinsmith._version import __version__
 from tinsmith.cli.lazy import LazyGroup
 from tinsmith.cli.options import Options
+from tinsmith.cli.params import Number
 
 COMMANDS = {
     "audit": "See who did what on a server of yours.",
@@ -49,7 +50,7 @@ DEFAULT_TIMEOUT_SECONDS = 10.0
 @click.option("--api-key", metavar="KEY", help="Else TINKER_API_KEY, or the key of `tinsmith auth login`.")
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0.1),
+    type=Number(min=0.1),
     default=DEFAULT_TIMEOUT_SECONDS,
     show_default=True,
     metavar="SECONDS",

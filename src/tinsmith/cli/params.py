@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import click
+
+
+class Number(click.FloatRange):
+    """Within bounds, and neither infinite nor `nan`, which would be within any."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
 
 
 class CheckpointPath(click.ParamType):  # type: ignore[type-arg]  # generic only in later releases of click
@@ -55,7 +66,7 @@ def sampling_options(*, max_tokens: int, temperature: float) -> Callable[[Callab
         ),
         click.option(
             "--temperature",
-            type=click.FloatRange(min=0),
+            type=Number(min=0),
             default=temperature,
             show_default=True,
             metavar="X",
@@ -63,7 +74,7 @@ def sampling_options(*, max_tokens: int, temperature: float) -> Callable[[Callab
         ),
         click.option(
             "--top-p",
-            type=click.FloatRange(min=0, max=1),
+            type=Number(min=0, max=1),
             default=1.0,
             show_default=True,
             metavar="P",

@@ -11,6 +11,7 @@ import click
 
 from tinsmith.cli.failures import FAILED
 from tinsmith.cli.output import emit
+from tinsmith.cli.params import Number
 
 
 @click.command("serve")
@@ -39,7 +40,7 @@ from tinsmith.cli.output import emit
 )
 @click.option(
     "--storage-cache-gib",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=16,
     show_default=True,
     metavar="GIB",
@@ -65,7 +66,7 @@ from tinsmith.cli.output import emit
 )
 @click.option(
     "--replay-bound",
-    type=click.FloatRange(min=0),
+    type=Number(min=0),
     default=60,
     show_default=True,
     metavar="SECONDS",
@@ -81,7 +82,7 @@ from tinsmith.cli.output import emit
 )
 @click.option(
     "--max-checkpoints-gib",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     metavar="GIB",
     help="What the checkpoints of one owner may take up; no limit by default.",
 )
@@ -125,7 +126,7 @@ from tinsmith.cli.output import emit
 )
 @click.option(
     "--train-workers",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 10_000),
     default=1,
     show_default=True,
     metavar="NUMBER",
@@ -134,11 +135,19 @@ from tinsmith.cli.output import emit
 @click.option("--ray", default="", metavar="ADDRESS", help="A Ray cluster for the workers: HOST:PORT, or auto.")
 @click.option(
     "--sample-workers",
-    type=click.IntRange(min=0),
-    default=0,
+    default="0",
     show_default=True,
     metavar="NUMBER",
-    help="With --ray: workers of each model that only sample, beside one that trains; 0 is one for both.",
+    help="With --ray: workers of each model that only sample, beside one that trains, or LEAST:MOST of them, by what "
+    "there is to draw; 0 is one for both.",
+)
+@click.option(
+    "--idle-sample-worker",
+    type=Number(min=0),
+    default=120.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="With LEAST:MOST: how long one worker less has been enough before one ends.",
 )
 @click.option(
     "--worker-cpus",
@@ -205,7 +214,8 @@ def command(
     train_workers: int,
     shard_base: str,
     ray: str,
-    sample_workers: int,
+    sample_workers: str,
+    idle_sample_worker: float,
     worker_cpus: int,
     deterministic: bool,
     log_format: str,
@@ -221,6 +231,7 @@ def command(
         from tinsmith.server.embedded import prepared
         from tinsmith.server.main import serve
         from tinsmith.server.models import parse_source
+        from tinsmith.server.scaling import parse_bounds
     except ImportError as error:
         raise MissingExtraError(error.name or "uvicorn", "server", "Serving") from error
     logs.configure(log_format, log_level)  # type: ignore[arg-type]
@@ -248,7 +259,9 @@ def command(
             train_workers=train_workers,
             shard_base=shard_base,  # type: ignore[arg-type]
             ray=ray,
-            sample_workers=sample_workers,
+            sample_workers=parse_bounds(sample_workers).least,
+            most_sample_workers=parse_bounds(sample_workers).most,
+            idle_sample_worker_seconds=idle_sample_worker,
             worker_cpus=worker_cpus,
             deterministic=deterministic,
             log_format=log_format,  # type: ignore[arg-type]

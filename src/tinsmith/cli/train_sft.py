@@ -12,6 +12,7 @@ from tinsmith.cli.connect import Server
 from tinsmith.cli.errors import CommandFailed, did_you_mean
 from tinsmith.cli.options import Options
 from tinsmith.cli.output import emit, emit_json, note
+from tinsmith.cli.params import Number
 
 if TYPE_CHECKING:
     from tinsmith.recipes.settings import Settings
@@ -41,7 +42,7 @@ _LONGEST_NAME = 128 - len("-000050")
 @click.option(
     "--learning-rate",
     "--lr",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Number(min=0, min_open=True),
     default=5e-4,
     show_default=True,
     metavar="X",
@@ -71,7 +72,7 @@ _LONGEST_NAME = 128 - len("-000050")
 )
 @click.option(
     "--eval-split",
-    type=click.FloatRange(min=0, max=1, max_open=True),
+    type=Number(min=0, max=1, max_open=True),
     default=0.0,
     show_default=True,
     metavar="FRACTION",

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import math
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
@@ -36,7 +36,7 @@ from tinsmith.server.rates import Rates
 from tinsmith.server.reasons import reason
 from tinsmith.server.recent import Recent
 from tinsmith.server.routes._body import Body
-from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, identified, plain_refusal
+from tinsmith.server.routes._call import Call, Endpoint, HeldMemory, Services, forget_way, identified, plain_refusal
 from tinsmith.server.routes._intake import Intake
 from tinsmith.server.storage import open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
@@ -56,6 +56,7 @@ _DECODE_THREADS = 2
 _FILE_THREADS = 4
 _IN_USE_SECONDS = 5.0
 _STORE_RETRY_SECONDS = 5.0
+_COUNT_SECONDS = 10.0
 _HEARTBEAT_PATIENCE_SECONDS = 0.1
 _LOGGED_BYTES_PER_SECOND = 128 * 1024
 _NOBODY = Caller("")
@@ -132,7 +133,7 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         authority=authority,
         door=Door(authority, store.keys, storing),
         waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
-        storage=open_storage(config.state, config.storage, config.cache_bytes),
+        storage=open_storage(config.state, config.storage, config.cache_bytes, store),
         intake=Intake(in_thread(store.jobs.enqueue_many, submitting)),
         heartbeats=Intake(in_thread(store.sessions.heartbeats), _HEARTBEAT_PATIENCE_SECONDS),
         open_requests=OpenRequests(config.max_open_requests),
@@ -144,11 +145,11 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
             lambda: asyncio.get_running_loop().run_in_executor(storing, store.jobs.queued),
             lambda *number: asyncio.get_running_loop().run_in_executor(storing, store.jobs.is_awaited, *number),
             lambda: worked(figure for name in models for figure in workers.figures(name)),
+            count_seconds=_COUNT_SECONDS if store.lead.can_be_shared else math.inf,
         ),
         refusals=Counter(),
         paperwork=Paperwork(config.max_paperwork_bytes, config.paperwork_bytes_per_second),
         logged_metrics=Paperwork(config.max_paperwork_bytes, _LOGGED_BYTES_PER_SECOND),
-        making_models=defaultdict(asyncio.Lock),
         storing=storing,
         submitting=submitting,
         decoding=ThreadPoolExecutor(_DECODE_THREADS, "decode"),
@@ -227,30 +228,37 @@ async def _answer(endpoint: Endpoint, request: Request, services: Services, metr
         memory = HeldMemory(services.incoming, caller.owner)
         with services.open_requests.one_more(caller.owner), memory:
             return await _audited(endpoint, Call(request, caller, services, memory))
-    except APIStatusError as error:
-        _note_refusal(error, services)
-        return _refusal(endpoint, error.status_code, error.message, error)
-    except InvalidInputError as error:
-        _note_refusal(error, services)
-        return _refusal(endpoint, 422, error.message, error)
-    except RecursionError:
-        return _refusal(endpoint, 422, "The body is nested too deeply.")
-    except ClientDisconnect:
-        return Response(status_code=_CLIENT_GONE)
-    except (StoreUnavailableError, TimeoutError) as error:
-        metrics.count_database_error()
-        logs.about(reason=f"the database is out of reach or full: {first_line(error)}")
-        if endpoint.when_away is not None:
-            return await endpoint.when_away()
-        detail = "The server's database is out of reach or full. Send the request again."
-        return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
-    except WaitError as error:
-        logs.about(reason=str(error))
-        detail = f"This cannot be done now: {error}. Send the request again."
-        return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
-    except Exception:
-        log.exception("%s %s failed", endpoint.method, endpoint.path)
-        return _refusal(endpoint, 500, "The server failed. Its log says why; the request may be sent again.")
+    except Exception as error:  # noqa: BLE001 - it becomes an answer, and a line of the log if it is not expected
+        response = await _refused(endpoint, error, services, metrics)
+        forget_way(error)
+        return response
+
+
+async def _refused(endpoint: Endpoint, error: Exception, services: Services, metrics: Metrics) -> Response:
+    match error:
+        case APIStatusError():
+            _note_refusal(error, services)
+            return _refusal(endpoint, error.status_code, error.message, error)
+        case InvalidInputError():
+            _note_refusal(error, services)
+            return _refusal(endpoint, 422, error.message, error)
+        case RecursionError():
+            return _refusal(endpoint, 422, "The body is nested too deeply.")
+        case ClientDisconnect():
+            return Response(status_code=_CLIENT_GONE)
+        case StoreUnavailableError() | TimeoutError():
+            metrics.count_database_error()
+            logs.about(reason=f"the database is out of reach or full: {first_line(error)}")
+            if endpoint.when_away is not None:
+                return await endpoint.when_away()
+            detail = "The server's database is out of reach or full. Send the request again."
+            return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
+        case WaitError():
+            logs.about(reason=str(error))
+            detail = f"This cannot be done now: {error}. Send the request again."
+            return _with_retry(_refusal(endpoint, 503, detail), _STORE_RETRY_SECONDS)
+    log.error("%s %s failed", endpoint.method, endpoint.path, exc_info=error)
+    return _refusal(endpoint, 500, "The server failed. Its log says why; the request may be sent again.")
 
 
 def _note_refusal(error: APIStatusError | InvalidInputError, services: Services) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import hashlib
 import hmac
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -38,6 +36,10 @@ _REMEMBER_SECONDS = 5.0
 """How long a checked credential is taken for good, if no key changes meanwhile: a token may last so much longer."""
 
 
+EARLIER_SECRET = "secret"
+_SECRET_BYTES = 32
+
+
 class Caller(msgspec.Struct, frozen=True):
     """The owner on whose behalf a request is made, and the key that proved it; no key on a server without keys."""
 
@@ -46,19 +48,19 @@ class Caller(msgspec.Struct, frozen=True):
 
 
 class Secret:
-    """A random number that stays in the state folder; what it signed, this server said."""
+    """A random number that stays in the database; what it signed, a server on that database said."""
 
     def __init__(self, value: bytes) -> None:
         self._value = value
 
     @classmethod
-    def in_folder(cls, state: Path) -> Secret:
-        """The secret of this folder, made on first use and readable by its owner only."""
-        state.mkdir(parents=True, exist_ok=True)
-        path = state / "secret"
-        if not path.exists():
-            _write_once(path, secrets.token_hex(32))
-        return cls(bytes.fromhex(path.read_text()))
+    def of(cls, store: Store, state: Path) -> Secret:
+        """Made on first use. Earlier releases had it in the state folder, from where it is taken."""
+        earlier = state / EARLIER_SECRET
+        made = _earlier(earlier) or secrets.token_hex(_SECRET_BYTES)
+        found = cls(bytes.fromhex(store.identity.secret(made)))
+        earlier.unlink(missing_ok=True)
+        return found
 
     def signature(self, message: str) -> str:
         return _base64(hmac.digest(self._value, message.encode(), hashlib.sha256))
@@ -85,7 +87,7 @@ class Authority:
     """Decides who a credential belongs to. `now` is in seconds since 1970."""
 
     def __init__(self, config: ServerConfig, store: Store, now: Callable[[], float] = time.time) -> None:
-        self.secret = Secret.in_folder(config.state)
+        self.secret = Secret.of(store, config.state)
         self._store = store
         self._now = now
         for number, key in enumerate(config.api_keys, start=1):
@@ -181,14 +183,13 @@ class Door:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _write_once(path: Path, text: str) -> None:
-    """A whole file or none, and of two processes that try, the first one wins."""
-    draft = path.with_name(f"{path.name}-{secrets.token_hex(4)}")
-    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-    with contextlib.suppress(FileExistsError):
-        os.link(draft, path)
-    draft.unlink()
+def _earlier(file: Path) -> str | None:
+    """Not if it is empty or cut off, as a power cut could leave it: with an empty one, everybody could sign."""
+    try:
+        value = bytes.fromhex(file.read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value.hex() if len(value) == _SECRET_BYTES else None
 
 
 def _digest(credential: str) -> str:

@@ -22,7 +22,6 @@ from tinsmith.server.store import Store
 from tinsmith.server.store.database import make_private
 from tinsmith.server.store.records import Snapshots
 
-SECRET = "secret"
 FOLDERS = ("checkpoints", "snapshots", "samplers")
 MAX_TRIES = 20
 
@@ -42,9 +41,8 @@ class Known(NamedTuple):
 def back_up(state: Path, folder: Path, on_progress: OnProgress = lambda name, done, total: None) -> Known:
     """Fills an empty folder with a copy of a state folder that a server may be using, for its owner alone."""
     folder.chmod(0o700)
-    for name in (SECRET, DATABASE_ID):
-        if (state / name).exists():
-            shutil.copy2(state / name, folder)
+    if (state / DATABASE_ID).exists():
+        shutil.copy2(state / DATABASE_ID, folder)
     known = _copy_database(state, folder)
     for _ in range(MAX_TRIES):
         _copy_files(state, folder, on_progress)

@@ -231,9 +231,9 @@ class CheckpointFolders(Folders):
 class Archive:
     """A tar file that is made while it is read, so that it takes up no room; its size is known before."""
 
-    def __init__(self, files: Mapping[str, IO[bytes]]) -> None:
+    def __init__(self, files: Mapping[str, IO[bytes]], time: int | None) -> None:
         self._files = files
-        self._heads = {name: _tar_head(name, file) for name, file in files.items()}
+        self._heads = {name: _tar_head(name, file, time) for name, file in files.items()}
         parts = (len(self._heads[name]) + _padded(os.fstat(file.fileno()).st_size) for name, file in files.items())
         self.size_bytes = sum(parts) + len(_TAR_END)
 
@@ -252,17 +252,18 @@ class Archive:
             file.close()
 
 
-def archive_of(files: Mapping[str, Path]) -> Archive:
-    return Archive({name: file.open("rb") for name, file in files.items()})
+def archive_of(files: Mapping[str, Path], time: int | None = None) -> Archive:
+    """`time` is when the files were written, if that of these copies is another."""
+    return Archive({name: file.open("rb") for name, file in files.items()}, time)
 
 
 def files_in(folder: Path) -> dict[str, Path]:
     return {file.relative_to(folder).as_posix(): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
-def _tar_head(name: str, file: IO[bytes]) -> bytes:
+def _tar_head(name: str, file: IO[bytes], time: int | None) -> bytes:
     entry, status = tarfile.TarInfo(name), os.fstat(file.fileno())
-    entry.size, entry.mtime = status.st_size, int(status.st_mtime)
+    entry.size, entry.mtime = status.st_size, int(status.st_mtime) if time is None else time
     return entry.tobuf()
 
 

@@ -9,26 +9,29 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from tinsmith.errors import ConfigError
+from tinsmith.server.hiding import SecretsHidden
 from tinsmith.server.logs import LogFormat, LogLevel
 from tinsmith.server.models import ModelSource
+from tinsmith.server.scaling import Bounds, check_bounds
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda", "mps"]
 Dtype: TypeAlias = Literal["auto", "float32", "bfloat16"]
 ShardBase: TypeAlias = Literal["auto", "always", "never"]
 
 DATABASE_FILE = "tinsmith.db"
+IDLE_SAMPLE_WORKER_SECONDS = 120.0
 """In the state folder, unless there is a database elsewhere."""
 
 _MIB = 2**20
 
 
-class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+class ServerConfig(SecretsHidden, frozen=True, kw_only=True):
     models: tuple[ModelSource, ...]
     host: str = "127.0.0.1"
     port: int = 8000
 
     state: Path = msgspec.field(default_factory=lambda: Path.home() / ".tinsmith")
-    """The folder of checkpoints, secrets and the default database."""
+    """The folder of checkpoints and the default database, or of local copies of files that lie elsewhere."""
 
     database: str = ""
     """A database URL; empty means a SQLite file in the state folder."""
@@ -62,13 +65,19 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of one training micro-batch; `None` means as many as fit."""
 
     train_workers: int = 1
-    """Processes that share the training of each model, all on one machine."""
+    """Processes that share the training of each model, all on one machine unless Ray places them."""
 
     ray: str = ""
     """The address of a Ray cluster that the workers are placed on, or `auto`; empty means processes on this machine."""
 
     sample_workers: int = 0
     """On Ray: workers that only sample, for each model, while another one trains. At 0 one worker does both."""
+
+    most_sample_workers: int | None = None
+    """Up to so many, if there is much to draw; `None` means always the same number."""
+
+    idle_sample_worker_seconds: float = IDLE_SAMPLE_WORKER_SECONDS
+    """How long one of them less has been enough before one ends."""
 
     worker_cpus: int = 1
     """On Ray: what each process of a worker asks for."""
@@ -143,6 +152,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_ray_address(self.ray)
         if self.sample_workers and not self.ray:
             raise ConfigError("--sample-workers is for workers on a Ray cluster: give its address with --ray, or auto.")
+        check_bounds(self.sampler_bounds)
+        if self.idle_sample_worker_seconds != IDLE_SAMPLE_WORKER_SECONDS and len({*self.sampler_bounds}) == 1:
+            raise ConfigError("--idle-sample-worker goes with bounds, such as --sample-workers 1:4.")
+        if self.worker_cpus != 1 and not self.ray:
+            raise ConfigError("--worker-cpus is for workers on a Ray cluster: give its address with --ray, or auto.")
         for number, key in enumerate(self.api_keys, start=1):
             if not key.startswith("tml-"):  # it is not told: what is no key may be a password
                 raise ConfigError(f"The API key number {number} must start with 'tml-': clients send no others.")
@@ -162,6 +176,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "shard_base is 'always', but the device is 'mps', where layers cannot be gathered. Use --device cpu, "
                 "or leave --shard-base out."
             )
+
+    @property
+    def sampler_bounds(self) -> Bounds:
+        most = self.sample_workers if self.most_sample_workers is None else self.most_sample_workers
+        return Bounds(self.sample_workers, most)
 
     @property
     def database_url(self) -> str:
@@ -184,7 +203,7 @@ def check_ray_address(address: str) -> None:
             "auto or --ray HOST:PORT."
         )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536):
         raise ConfigError(f"--ray is {address!r}; give HOST:PORT of the cluster's head, or auto.")
 
 

@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 
 from tinsmith.server.lives import CannotBeginError, Life, Lives
-from tinsmith.server.messages import Drawn, Message, Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Member, Message, Replay, WorkerSettings
 from tinsmith.server.process_life import ProcessLife
 from tinsmith.server.suspects import ending
 from tinsmith.server.worker_metrics import Told
@@ -22,7 +22,8 @@ WORKER_MODULE = "tinsmith.server.worker_process"
 FIRST_PAUSE_SECONDS = 0.5
 MAX_PAUSE_SECONDS = 30.0
 MAX_FAILED_STARTS = 5
-"""Deaths in a row of a model that was never loaded. One that was can be loaded again, when there is memory for it."""
+"""Deaths in a row of a model that was never loaded. One that was can be loaded again, when there is memory for it, or
+when it is on a machine that has its files: whoever waits for it is told, and loses nothing."""
 STOP_SECONDS = 45.0
 """For its step, and for writing down its models."""
 HELD_UP_SECONDS = 10.0
@@ -74,6 +75,8 @@ class Keeper:
         """How the last worker ended that was ready; `None` if there was none."""
         self.where, self.process = "", 0
         """The machine that it is on, and its process there, if it says so."""
+        self.members: dict[int, Member] = {}
+        """By rank: those who share its training."""
         self.told = Told()
         self.replay: Replay | None = None
         """How far a model is that is being built again."""
@@ -98,6 +101,7 @@ class Keeper:
         self._silent_seconds = 0
         self._no_room: dict[str, str] = {}
         self._cannot_begin: str | None = None
+        self._cannot_load: str | None = None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._who}")
@@ -109,13 +113,16 @@ class Keeper:
             return f"{self._cannot_begin}; it is tried again and again"
         if self._silent_seconds >= SILENT_SECONDS:
             return f"its worker has not been heard of for {self._silent_seconds} s; if that lasts, another is started"
-        if self._held_up is None or time.monotonic() - self._held_up[1] > HELD_UP_SECONDS:
-            return None
-        return self._held_up[0]
+        if self._held_up is not None and time.monotonic() - self._held_up[1] <= HELD_UP_SECONDS:
+            return self._held_up[0]
+        if self._cannot_load is not None:
+            return f"its worker could not be started again: {self._cannot_load}; it is tried again and again"
+        return None
 
-    def no_room(self, stream: str) -> str | None:
-        """What this model or sampler waits for, while others go on."""
-        return self._no_room.get(stream)
+    @property
+    def no_room(self) -> Mapping[str, str]:
+        """The models and samplers that wait, while others go on, and what for."""
+        return self._no_room
 
     def wake(self) -> None:
         self._wanted.set()
@@ -137,9 +144,14 @@ class Keeper:
             status, was_ready = await self._live()
             if self._stopping:
                 return
-            failed_starts, was_ever_ready = failed_starts + 1, was_ever_ready or was_ready
-            if self._last_words.is_final or (failed_starts == MAX_FAILED_STARTS and not was_ever_ready):
+            was_ever_ready = was_ever_ready or was_ready
+            if self._cannot_begin is None:  # else there was no place for it, which says nothing about the model
+                failed_starts += 1
+            is_hopeless = self._last_words.is_final or failed_starts == MAX_FAILED_STARTS
+            if is_hopeless and not was_ever_ready:
                 break
+            if was_ever_ready and not was_ready:
+                self._cannot_load = self._why(status).rstrip(".")
             if self._was_useful:
                 pause = FIRST_PAUSE_SECONDS
             log.error(
@@ -164,6 +176,7 @@ class Keeper:
         """
         self._last_words, self._was_useful, self.replay = Message(), False, None
         self._held_up, self._no_room, self._silent_seconds = None, {}, 0
+        self.members = {}
         self.told.begin_anew()
         status = None
         try:
@@ -226,8 +239,10 @@ class Keeper:
             return
         if message.where:
             self.where, self.process = message.where, message.process
+        elif message.member is not None:
+            self.members[message.member.rank] = message.member
         elif message.ready:
-            self.is_ready = True
+            self.is_ready, self._cannot_load = True, None
             await self._changed(is_ready=True)
             self.settled.set()
         elif message.failed:

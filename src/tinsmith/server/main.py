@@ -8,10 +8,13 @@ import os
 import platform
 import signal
 import stat
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import TypeAlias
+from uuid import uuid4
 
 from tinsmith._version import __version__
 from tinsmith.errors import ConfigError
@@ -23,8 +26,9 @@ from tinsmith.server.lives import Lives
 from tinsmith.server.memory import collect_seldom
 from tinsmith.server.models import ModelFacts, describe
 from tinsmith.server.serve import ApiServer, allow_many_connections, listen
+from tinsmith.server.shared_workers import SharedWorkers
 from tinsmith.server.state_locks import check_database, sole_use
-from tinsmith.server.storage import check_storage, move_in, open_storage
+from tinsmith.server.storage import check_storage, move_in, note_storage, open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.supervise import WorkerProcesses
@@ -34,24 +38,50 @@ log = logging.getLogger(__name__)
 
 def serve(config: ServerConfig, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGTERM or SIGINT. `on_ready` gets the address once every model is loaded."""
-    with (
-        sole_use(config.state),
-        closing(_opened_store(config)) as store,
-        store.identity.sole_use(_this_server(config)),
-    ):
-        check_database(config.state, store.identity.database_id())
-        _warn_if_open_to_all(config.state)
-        store.begin_reserve()
-        _serve(config, store, on_ready)
+    with sole_use(config.state), closing(_opened_store(config)) as store:
+        if config.storage and store.lead.can_be_shared:
+            _serve(config, store, on_ready, partial(_shared_workers, config, store))
+            return
+        name = _new_name(config)
+        with store.identity.sole_use(name):
+            _serve(config, store, on_ready, partial(_own_workers, config, store, name))
 
 
-def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None]) -> None:
+def _own_workers(
+    config: ServerConfig, store: Store, name: str, folders: Mapping[str, Path], missing: Mapping[str, str]
+) -> WorkerProcesses:
+    """Those of the only server on its database."""
+    _remove_unneeded(config, store)
+    lead = name if store.lead.can_be_shared else ""
+    return WorkerProcesses(config, folders, store, missing, _lives(config, folders), lead)
+
+
+def _shared_workers(
+    config: ServerConfig, store: Store, folders: Mapping[str, Path], missing: Mapping[str, str]
+) -> SharedWorkers:
+    """Those of all servers on a database: whoever leads runs them."""
+
+    def begin(name: str) -> WorkerProcesses:
+        return WorkerProcesses(config, folders, store, missing, _lives(config, folders), name)
+
+    prepare = partial(_remove_unneeded, config, store)
+    return SharedWorkers(store, config.storage, [*folders], partial(_new_name, config), prepare, begin)
+
+
+_MakeWorkers: TypeAlias = Callable[[Mapping[str, Path], Mapping[str, str]], WorkerProcesses | SharedWorkers]
+"""From the folders of the base models, and why some are missing."""
+
+
+def _serve(config: ServerConfig, store: Store, on_ready: Callable[[str], None], make_workers: _MakeWorkers) -> None:
+    check_database(config.state, store.identity.database_id())
+    _warn_if_open_to_all(config.state)
+    store.begin_reserve()
     allow_many_connections()
     models, missing = _described(config, store)
     _tidy_files(config, store)
     _log_start(config, [*models])
-    folders = {name: facts.folder for name, facts in models.items()}
-    workers = WorkerProcesses(config, folders, store, missing, _lives(config, folders))
+    with _refused_if_away():
+        workers = make_workers({name: facts.folder for name, facts in models.items()}, missing)
     server = ApiServer(create_app(config, store, models, workers))
     collect_seldom()
     # uvicorn stops on these signals and then raises them again, for whoever had the handler before.
@@ -72,15 +102,28 @@ def _lives(config: ServerConfig, base_models: Iterable[str]) -> Lives | None:
 def _tidy_files(config: ServerConfig, store: Store) -> None:
     """Refuses a storage that is out of reach, or another's."""
     check_storage(config.state, config.storage)
-    storage = open_storage(config.state, config.storage, config.cache_bytes)
+    storage = open_storage(config.state, config.storage, config.cache_bytes, store)
     if storage.objects is not None:
         storage.objects.claim(store.identity.database_id())
-    try:
+    note_storage(config.state, config.storage)
+    with _refused_if_away():
         storage.checkpoints.tidy()
         storage.spilled.tidy()
+        storage.snapshots.tidy()
         if storage.objects is not None:
             move_in(config.state, storage)
-        storage.snapshots.tidy(store.models.snapshots())
+
+
+def _remove_unneeded(config: ServerConfig, store: Store) -> None:
+    """What workers before have left. Called when there is none."""
+    storage = open_storage(config.state, config.storage, config.cache_bytes, store)
+    storage.snapshots.remove_unneeded(store.models.snapshots())
+
+
+@contextmanager
+def _refused_if_away() -> Iterator[None]:
+    try:
+        yield
     except WaitError as error:
         raise ConfigError(f"The server cannot start now: {error}. Start it again when that is over.") from error
 
@@ -106,7 +149,7 @@ def _log_start(config: ServerConfig, models: Sequence[str]) -> None:
 
 
 async def _run(
-    server: ApiServer, workers: WorkerProcesses, config: ServerConfig, on_ready: Callable[[str], None]
+    server: ApiServer, workers: WorkerProcesses | SharedWorkers, config: ServerConfig, on_ready: Callable[[str], None]
 ) -> None:
     listener = listen(config.host, config.port)
     host = f"[{config.host}]" if ":" in config.host else config.host
@@ -158,9 +201,10 @@ def _warn_if_open_to_all(state: Path) -> None:
         )
 
 
-def _this_server(config: ServerConfig) -> str:
+def _new_name(config: ServerConfig) -> str:
+    """For this server and this moment."""
     where = f"process {os.getpid()} on {platform.node()}, with the state folder {config.state.absolute()}"
-    return f"{where}, started at {utc_now():%Y-%m-%d %H:%M:%S} UTC"
+    return f"{where}, since {utc_now():%Y-%m-%d %H:%M:%S} UTC ({uuid4().hex[:8]})"
 
 
 def _opened_store(config: ServerConfig) -> Store:

@@ -77,7 +77,7 @@ def run(settings: MemberSettings) -> None:
         deterministic=settings.deterministic,
         shards=shards,
     )
-    choose_threads(engine.model, settings.size)
+    choose_threads(engine.model, settings.sharers)
     try_engine(engine)
     group = Group(
         meeting, settings.rank, settings.size, settings.host, settings.backend, seconds=settings.start_seconds

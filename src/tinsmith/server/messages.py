@@ -7,13 +7,14 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from tinsmith.server.hiding import SecretsHidden
 from tinsmith.server.logs import LogFormat, LogLevel
 from tinsmith.types import SampleRequest
 
 Role: TypeAlias = Literal["both", "train", "sample"]
 
 
-class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerSettings(SecretsHidden, frozen=True, kw_only=True):
     """The first line that a worker reads."""
 
     base_model: str
@@ -36,6 +37,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_checkpoint_bytes: int | None = None
     log_format: LogFormat = "text"
     log_level: LogLevel = "info"
+    lead: str = ""
+    """The name in which its server leads, if others could do so in its place."""
     role: Role = "both"
     """What of the work on its base model is this worker's."""
     place: str = ""
@@ -55,6 +58,8 @@ class MemberSettings(msgspec.Struct, frozen=True, kw_only=True):
     train_token_budget: int | None = None
     rank: int
     size: int
+    sharers: int = 1
+    """Processes of the group that divide the threads of its machine."""
     host: str
     """The address at which the others find this member."""
     meeting_host: str
@@ -112,6 +117,14 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
     total: int
 
 
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """A process that shares the training of a worker."""
+
+    rank: int
+    where: str
+    process: int
+
+
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line that a worker writes: every second, and if only to say that it is there."""
 
@@ -119,6 +132,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     where: str = ""
     process: int = 0
     """The machine that the worker is on, and the id of its process there."""
+    member: Member | None = None
+    """One that has begun."""
     done: tuple[str, ...] = ()
     """Jobs that have just finished."""
     replay: Replay | None = None
@@ -133,4 +148,4 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     figures: tuple[Figure, ...] = ()
     """Of those that the worker counts, what has changed."""
     is_final: bool = False
-    """Another try would fail in the same way."""
+    """Another try would fail in the same way, in the same place."""

@@ -223,7 +223,8 @@ class Backlog:
     """Work that was accepted and is not done yet.
 
     What is accepted is added to the last count; what was done shows in the next, which is made when a limit seems to
-    be reached. So counting costs nothing as long as there is room.
+    be reached. So counting costs nothing as long as there is room. Where other servers let work in, too, a count is
+    good for `count_seconds`.
     """
 
     def __init__(
@@ -234,7 +235,9 @@ class Backlog:
         is_awaited: IsAwaited,
         worked: Callable[[], Worked],
         now: Callable[[], float] = time.monotonic,
+        count_seconds: float = math.inf,
     ) -> None:
+        self._count_seconds = count_seconds
         self._requests = _Waiting(most_requests)
         self._bytes = _Waiting(most_bytes)
         self._count = count
@@ -251,7 +254,8 @@ class Backlog:
         A model waits for a number that is missing, and what waits takes up room: so a missing number is let in up to
         twice the limit, as without it there would never be room again.
         """
-        if self._is_too_much(job) or self._counted_at == -math.inf:
+        is_old = self._counted_at == -math.inf or self._now() - self._counted_at > self._count_seconds
+        if is_old or self._is_too_much(job):
             await self._count_again()
         if self._is_too_much(job) and not await self._fills_a_gap(job):
             raise self._refusal(job)

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,9 +27,11 @@ MAX_KNOWN_BLOCKS = 4096
 
 SLACK_SAMPLES = 32
 SLACK_SHARE = 0.25
-"""How much busier than the least busy replica one may be and still get a sample for what it holds, in samples that are
-not done yet: whichever of the two is more. A decode step of 32 samples more takes hardly longer, as it reads the same
-weights; a prefill that is done twice takes as long as some hundred tokens."""
+"""How much busier than the least busy replica one may be and still get a sample for what it holds of its prompt, in
+samples that are not done yet: whichever of the two is more. A decode step of 32 samples more takes hardly longer, as it
+reads the same weights; a prefill that is done twice takes as long as some hundred tokens."""
+ADAPTER_SLACK_SAMPLES = 4
+"""The same for the adapter alone, which most replicas were sent: enough to keep few samples of one adapter together."""
 
 
 class Candidate(NamedTuple):
@@ -43,12 +45,15 @@ class Candidate(NamedTuple):
 def pick(candidates: Iterable[Candidate]) -> str:
     """Of those not much busier than the least busy one: who holds most, then who has least to do, then the first."""
     candidates = tuple(candidates)
-    bound = most_load(min(each.load for each in candidates))
-    return min((each for each in candidates if each.load <= bound), key=lambda each: (-each.held, each.load)).replica
+    least = min(each.load for each in candidates)
+    able = (each for each in candidates if each.load <= most_load(least, each.held))
+    return min(able, key=lambda each: (-each.held, each.load)).replica
 
 
-def most_load(least: int) -> float:
+def most_load(least: int, held: int) -> float:
     """Up to here a replica gets samples for what it holds, where the least busy one has `least`."""
+    if held < 2:
+        return least + ADAPTER_SLACK_SAMPLES * held
     return least + max(SLACK_SAMPLES, SLACK_SHARE * least)
 
 
@@ -72,6 +77,8 @@ class Router:
 
     came(replica)       it can be chosen from now on, and holds nothing yet
     choose(request...)  the replica for a request, which counts as its load until
+    part_of(replica...) which requests a replica that has less to do than others takes over from them
+    move(request...)    it was given to another replica
     done(request)       the request ended there, however it ended
     gone(replica)       it is not chosen any more; gives back the requests that must be chosen for again
     """
@@ -90,6 +97,11 @@ class Router:
     def loads(self) -> Mapping[str, int]:
         """Samples that are not done, by living replica."""
         return self._loads
+
+    @property
+    def underway(self) -> Collection[str]:
+        """The requests they belong to."""
+        return self._underway.keys()
 
     @property
     def num_known_blocks(self) -> int:
@@ -128,6 +140,35 @@ class Router:
         self._loads[replica] += samples
         self._underway[request_id] = replica, samples
         return replica
+
+    def busier(self, replica: str) -> list[str]:
+        """Who has more than this one should have, if it has less; nobody if it is not there."""
+        if replica not in self._loads or self._loads[replica] >= self._part:
+            return []
+        return [other for other, load in self._loads.items() if load > self._part]
+
+    def part_of(self, replica: str, requests: Iterable[str]) -> list[str]:
+        """Which of these it takes over, so that nobody has more than another because of it."""
+        loads, part, taken = Counter(self._loads), self._part, []
+        for request_id in requests:
+            where, samples = self._underway.get(request_id, (replica, 0))
+            if where == replica or loads[where] - samples < part or loads[replica] + samples > part:
+                continue
+            taken.append(request_id)
+            loads.update({where: -samples, replica: samples})
+        return taken
+
+    @property
+    def _part(self) -> int:
+        return sum(self._loads.values()) // len(self._loads)
+
+    def move(self, request_id: str, replica: str) -> None:
+        """It is underway to this replica from now on; nothing happens if either is gone."""
+        if request_id in self._underway and replica in self._loads:
+            _, samples = self._underway[request_id]
+            self.done(request_id)
+            self._loads[replica] += samples
+            self._underway[request_id] = replica, samples
 
     def done(self, request_id: str) -> None:
         """Nothing happens if it is not underway: a lost replica may still answer."""

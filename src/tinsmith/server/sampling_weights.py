@@ -84,8 +84,7 @@ class SamplingWeights:
             if sampler.model_path is not None:
                 self._add(sampler.sampler_id, self._from_checkpoint(sampler.model_path))
             elif self._spilled.exists(sampler.sampler_id):
-                spilled = self._spilled.path(sampler.sampler_id)
-                self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
+                self._find_spilled(sampler, rebuild)
             else:
                 self.keep(sampler.sampler_id, rebuild(sampler).frozen_copy())
         except DamagedError as error:
@@ -94,6 +93,19 @@ class SamplingWeights:
                 "client, from the model or from another checkpoint.",
                 field="sampling_session_id",
             ) from error
+
+    def _find_spilled(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> None:
+        """If the file is damaged, its model may still be built as it was then, and the file is written once more."""
+        try:
+            spilled = self._spilled.path(sampler.sampler_id)
+            self._add(sampler.sampler_id, adapter_files.read_frozen(spilled, self._engine.model))
+        except DamagedError as error:
+            try:
+                rebuilt = rebuild(sampler)
+            except InvalidInputError:
+                raise error from None
+            log.warning("The damaged weights of %s were made again from its model: %s", sampler.sampler_id, error)
+            self.keep(sampler.sampler_id, rebuilt.frozen_copy())
 
     def _from_checkpoint(self, path: str) -> FrozenAdapter:
         if not self._folders.exists(path):

@@ -74,12 +74,15 @@ class SnapshotFolders:
         """Everything of a model."""
         self._folders.remove_run(run_folder(model_id))
 
-    def tidy(self, known: Mapping[str, Snapshots]) -> None:
-        """Removes what a killed process left and the store does not know. Called before anything is written.
+    def tidy(self) -> None:
+        """Ends what a killed process left half done on this machine. Called at start, before anything is written."""
+        self._folders.tidy()
+
+    def remove_unneeded(self, known: Mapping[str, Snapshots]) -> None:
+        """Removes what a killed worker left and the store does not know. Called before there is another.
 
         Whole models are only set aside, in case that it is the store that is wrong.
         """
-        self._folders.tidy()
         runs, models = self._folders.runs(), {run_folder(model_id): model_id for model_id in known}
         self._folders.set_aside(runs - models.keys())
         for run in runs & models.keys():

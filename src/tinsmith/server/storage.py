@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from tinsmith.server.folder_cache import FolderCache
 from tinsmith.server.objects import Objects
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import Spilled, SpilledWeights, StoredSpilled
-from tinsmith.server.state_locks import write_note
-from tinsmith.server.store import ids
+from tinsmith.server.state_locks import one_at_a_time, write_note
+from tinsmith.server.store import Store, ids
 from tinsmith.server.stored_folders import StoredFolders
 
 log = logging.getLogger(__name__)
@@ -45,13 +46,21 @@ class Storage:
             folders.sweep()
 
 
-def open_storage(state: Path, url: str, cache_bytes: int) -> Storage:
-    """Asks nothing of the storage, which may be out of reach."""
+def open_storage(state: Path, url: str, cache_bytes: int, store: Store | None = None) -> Storage:
+    """Asks nothing of the storage, which may be out of reach. Others who use it have the same `store`, if it is given,
+    and else the same state folder.
+    """
     if not url:
         snapshots = SnapshotFolders(CheckpointFolders(state / "snapshots"))
         return Storage(CheckpointFolders(state / "checkpoints"), snapshots, SpilledWeights(state / _SAMPLERS))
     objects, cache = Objects(url), FolderCache(state / "cache", cache_bytes)
-    stored = tuple(StoredFolders(objects, name, cache, state / f"{name}.lock") for name in (*_FOLDERS, _SAMPLERS))
+
+    def alone(place: str) -> AbstractContextManager[None]:
+        if store is not None and store.lead.can_be_shared:
+            return store.alone(place)
+        return one_at_a_time(state / f"{place.partition('/')[0]}.lock")
+
+    stored = tuple(StoredFolders(objects, name, cache, alone) for name in (*_FOLDERS, _SAMPLERS))
     return Storage(stored[0], SnapshotFolders(stored[1]), StoredSpilled(stored[2]), objects, stored)
 
 
@@ -69,8 +78,12 @@ def check_storage(state: Path, url: str) -> None:
             f"The files of the state folder {state} are in {known}, and --storage is {url or 'not given'}. Start the "
             f"server with --storage {known}. If they were copied elsewhere, delete {note}."
         )
-    if url and not known:
-        write_note(note, url)
+
+
+def note_storage(state: Path, url: str) -> None:
+    """From now on the files of this state folder are there: to be called when it is known that they can be."""
+    if url and not storage_of(state):
+        write_note(state / _NOTE, url)
 
 
 def move_in(state: Path, storage: Storage) -> None:

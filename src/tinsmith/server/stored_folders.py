@@ -8,9 +8,8 @@ A list is written when all its files are there, in one request, which is the mom
 looks finds the old list, the new one or none. What no list names was left by somebody who died, and is swept up when
 nobody can be writing it any more.
 
-Others work with local copies (`folder_cache.py`). On one machine, saves and deletions of one folder come one after the
-other; of two machines that do both at once, one may leave files that nobody finds, but never a folder with a file
-missing.
+Others work with local copies (`folder_cache.py`). Saves and deletions of one folder come one after the other, for which
+they take a lock: of this machine, or, where several servers share a database, of that.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from uuid import uuid4
 
 import msgspec
@@ -34,7 +33,6 @@ from tinsmith.server.engine.damage import DamagedError, checksum
 from tinsmith.server.folder_cache import FolderCache
 from tinsmith.server.full_disk import Disk
 from tinsmith.server.objects import Objects, StorageAwayError
-from tinsmith.server.state_locks import one_at_a_time
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +46,9 @@ MAX_SUCCESSORS = 100
 _LIST = re.compile(r"(\d{13})\.((\d{13})-[0-9a-f]{8})\.json")
 _STAMP = re.compile(r"(\d{13})-[0-9a-f]{8}")
 _UNKNOWN = ".unknown"
+
+
+Alone: TypeAlias = Callable[[str], AbstractContextManager[None]]
 
 
 class _File(msgspec.Struct, frozen=True, array_like=True):
@@ -72,13 +73,13 @@ class _Version(NamedTuple):
 
 
 class StoredFolders(Folders):
-    """`prefix` is what the keys of all objects begin with."""
+    """`prefix` is what the keys of all objects begin with. `alone` lets one at a time change what is in a place."""
 
-    def __init__(self, objects: Objects, prefix: str, cache: FolderCache, lock: Path) -> None:
+    def __init__(self, objects: Objects, prefix: str, cache: FolderCache, alone: Alone) -> None:
         self._objects = objects
         self._prefix = prefix
         self._cache = cache
-        self._lock = lock
+        self._alone = alone
 
     # Reading
 
@@ -105,7 +106,9 @@ class StoredFolders(Folders):
         return 0 if found is None else self._list(found).size
 
     def archive(self, path: str) -> Archive:
-        return archive_of(self.files(path))
+        """The same bytes from whichever copy, wherever that is."""
+        folder = self.folder(path)
+        return archive_of(files_in(folder), _written(folder.name))
 
     def _place(self, path: str) -> str:
         return f"{self._prefix}/{place_of(path)}"
@@ -172,7 +175,7 @@ class StoredFolders(Folders):
 
     def _commit(self, place: str, stamp: str, listed: _List, enter: Callable[[int], object]) -> None:
         """If this fails, what was uploaded is left to be swept up: it may have succeeded without our knowing."""
-        with one_at_a_time(self._lock):
+        with self._alone(place):
             if _age(stamp) > LONGEST_WRITE_SECONDS:
                 raise StorageAwayError(self._objects)
             old = self._versions(place)
@@ -196,7 +199,7 @@ class StoredFolders(Folders):
 
     def delete(self, path: str, forget: Callable[[], bool] = lambda: True) -> bool:
         place = self._place(path)
-        with one_at_a_time(self._lock):
+        with self._alone(place):
             versions = self._versions(place)  # before anything is forgotten: the storage may be out of reach
             if not forget():
                 return False
@@ -286,3 +289,7 @@ def _stamp() -> str:
 
 def _age(stamp: str) -> float:
     return time.time() - int(stamp.partition("-")[0]) / 1000
+
+
+def _written(stamp: str) -> int | None:
+    return int(stamp.partition("-")[0]) // 1000 if _STAMP.fullmatch(stamp) else None

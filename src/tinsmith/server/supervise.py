@@ -19,8 +19,11 @@ from tinsmith.types import SampleRequest
 
 
 class WorkerProcesses:
-    """`missing` says of base models that are not served why their files are of no use. They live in
-    processes of this machine, unless `lives` says otherwise."""
+    """`missing` says of base models that are not served why their files are of no use. Workers live in processes of
+    this machine, unless `lives` says otherwise; `lead` is the name in which they work (`store/leading.py`).
+    """
+
+    leads = True
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class WorkerProcesses:
         store: Store,
         missing: Mapping[str, str] | None = None,
         lives: Lives | None = None,
+        lead: str = "",
     ) -> None:
         self._missing = missing or {}
         self._lives = lives or LivesHere()
@@ -38,7 +42,13 @@ class WorkerProcesses:
         self._drawn_notices: list[Callable[[Sequence[Drawn]], None]] = []
         self._crews = {
             name: Crew(
-                _settings(config, name, folder), config.sample_workers, store, self._lives, self._hear, self._hear_drawn
+                _settings(config, name, folder, lead),
+                config.sampler_bounds,
+                store,
+                self._lives,
+                self._hear,
+                self._hear_drawn,
+                config.idle_sample_worker_seconds,
             )
             for name, folder in folders.items()
         }
@@ -52,6 +62,12 @@ class WorkerProcesses:
     def choose_replica(self, job: NewJob, request: SampleRequest) -> str:
         return self._crews[job.base_model].choose_replica(job, request) if job.base_model in self._crews else ""
 
+    def note_elsewhere(self, server: str, samples: Mapping[str, int]) -> None:
+        """Another server says how many samples came to it, by base model, that are not drawn yet."""
+        for base_model, number in samples.items():
+            if base_model in self._crews:
+                self._crews[base_model].note_elsewhere(server, number)
+
     def are_over(self, request_ids: Sequence[str]) -> None:
         for crew in self._crews.values():
             crew.are_over(request_ids)
@@ -64,6 +80,9 @@ class WorkerProcesses:
 
     def held_up(self, base_model: str, stream: str = "", lane: Lane | None = None) -> str | None:
         return self._crews[base_model].held_up(stream, lane) if base_model in self._crews else None
+
+    def no_room(self, base_model: str, lane: Lane | None) -> Mapping[str, str]:
+        return self._crews[base_model].no_room(lane) if base_model in self._crews else {}
 
     def replay(self, base_model: str) -> Replay | None:
         return self._crews[base_model].replay if base_model in self._crews else None
@@ -100,6 +119,8 @@ class WorkerProcesses:
         problems = [crew.problem for crew in crews if crew.problem is not None]
         if len(problems) == len(crews):
             raise ConfigError(" ".join(problems))
+        for crew in crews:
+            crew.goes_on()
 
     async def stop(self) -> None:
         if self._starting is not None:
@@ -117,7 +138,7 @@ class WorkerProcesses:
             notice(drawn)
 
 
-def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
+def _settings(config: ServerConfig, name: str, folder: Path, lead: str) -> WorkerSettings:
     return WorkerSettings(
         base_model=name,
         folder=str(folder),
@@ -137,4 +158,5 @@ def _settings(config: ServerConfig, name: str, folder: Path) -> WorkerSettings:
         log_format=config.log_format,
         log_level=config.log_level,
         max_checkpoint_bytes=config.max_checkpoint_bytes,
+        lead=lead,
     )

@@ -53,6 +53,8 @@ class Tidying:
         self._samplers_in_use = samplers_in_use
         self._now = now
         self._last_round = self._listening_since = self._sweep_at = self._collected_at = now()
+        self._heard: dict[str, tuple[datetime, datetime]] = {}
+        """The last heartbeat of each session that is active, and when we saw it first."""
         self._outage = Outage(log, over="What was kept long enough is removed again")
 
     async def run(self, threads: Executor) -> None:
@@ -72,36 +74,52 @@ class Tidying:
 
     async def round(self, threads: Executor) -> None:
         in_thread = asyncio.get_running_loop().run_in_executor
-        await in_thread(threads, self._end_silent_sessions)
-        abandoned = await in_thread(threads, self._store.jobs.cancel_abandoned)
-        note_abandoned(abandoned, self._waiting, self._workers)
-        await in_thread(threads, self._remove_old)
+        self._note_sleep()
+        if self._workers.leads:
+            await in_thread(threads, self._end_silent_sessions)
+            abandoned = await in_thread(threads, self._store.jobs.cancel_abandoned)
+            note_abandoned(abandoned, self._waiting, self._workers)
+            await in_thread(threads, self._remove_old)
         self._samplers_in_use.clear()  # some may not be used any more
         if len(self._waiting) < MANY_WAIT or self._now() - self._collected_at > COLLECT_PAUSE:
             await in_thread(threads, collect)
             self._collected_at = self._now()
         self._last_round = self._now()  # a round that takes long is no sleep: who lives is heard before the next one
 
-    def _end_silent_sessions(self) -> None:
-        """Silence counts only where we would have heard: not before a restart, nor while the machine slept.
-
-        A clock that was set forward looks as if we had slept. What came before a heartbeat that could not be written
-        down does not count either.
-        """
+    def _note_sleep(self) -> None:
+        """A clock that was set forward looks as if we had slept."""
         now, patience = self._now(), timedelta(seconds=self._config.session_timeout_seconds)
         if now - self._last_round > min(timedelta(seconds=3 * ROUND_SECONDS), patience / 2):
             self._listening_since = now
         self._last_round = now
+
+    def _end_silent_sessions(self) -> None:
+        """Silence counts only where we would have heard: not before a restart, nor while the machine slept.
+
+        What came before a heartbeat that could not be written down does not count either. It is counted from when we
+        saw the last heartbeat: other servers write them, too, and their clocks may be others.
+        """
+        now, patience = self._now(), timedelta(seconds=self._config.session_timeout_seconds)
         self._listening_since = max(self._listening_since, self._store.sessions.last_unheard or self._listening_since)
-        if now - self._listening_since < patience:
-            return
-        for session_id in self._store.sessions.end_silent(heard_before=now - patience):
+        self._note_heartbeats(now)
+        silent = {
+            session_id: heartbeat
+            for session_id, (heartbeat, seen) in self._heard.items()
+            if now - max(seen, self._listening_since) >= patience
+        }
+        for session_id in self._store.sessions.end_silent(silent):
             log.info(
                 "The session %s has ended: its client was not heard of for %s.",
                 session_id,
                 patience,
                 extra={"session_id": session_id},
             )
+
+    def _note_heartbeats(self, now: datetime) -> None:
+        before, self._heard = self._heard, {}
+        for session_id, heartbeat in self._store.sessions.heard().items():
+            known, seen = before.get(session_id, (None, now))
+            self._heard[session_id] = heartbeat, min(seen, now) if known == heartbeat else now
 
     def _remove_old(self) -> None:
         self._store.fill_reserve()

@@ -41,6 +41,10 @@ Query: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 class Workers(Protocol):
     """The processes that run jobs, as far as the API needs them."""
 
+    @property
+    def leads(self) -> bool:
+        """Whether what must be done once is done here: with several servers on one database, one of them leads."""
+
     def wake(self, base_model: str, replica: str | None = None) -> None:
         """Tell the workers of this model, or the one that such jobs are for, that there is work.
 

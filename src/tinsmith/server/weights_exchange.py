@@ -1,23 +1,32 @@
 """How the weights of samplers that were made from a model come from its trainer to the sampler replicas.
 
-The trainer publishes a copy once: it is put where all replicas can read it (`put`), and what stands for it there is
-handed to whoever asks. What is not there, because it was let go, because the trainer is a new one, or because somebody
-wants a model as it is just now, is made by the trainer between two of its steps.
+The trainer puts a copy where all replicas can read it, once, and sends what stands for it there to all of them: when
+the first sample comes, the weights are at hand. A replica that lacks them, because it came later or had let them go,
+asks, and gets the same. What the trainer lacks as well, because it is a new one, or because somebody wants a model as
+it is just now, it makes between two of its steps.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeAlias
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from tinsmith.server.engine.adapter_files import PackedAdapter, pack
-from tinsmith.server.engine.adapters import FrozenAdapter
+if TYPE_CHECKING:  # who only passes parcels on does not load torch
+    from tinsmith.server.engine.adapter_files import PackedAdapter
+    from tinsmith.server.engine.adapters import FrozenAdapter
+
+log = logging.getLogger(__name__)
 
 MAX_PUBLISHED = 64
 """How many copies the trainer keeps where replicas can read them."""
+MAX_UNUSED = 32
+MAX_UNUSED_BYTES = 2**30
+"""What a replica keeps of weights that it was sent and has not used yet; of more, the oldest go."""
 
 
 class WeightsWanted(NamedTuple):
@@ -34,8 +43,9 @@ class WeightsWanted(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """`weights` stands for a `PackedAdapter`, as `put` has made it."""
+    """`weights` stands for a `PackedAdapter`, as `put` has made it; with a replica, it is one."""
 
+    name: str
     weights: Any
     seq_id: int = -1
     """Of those of a model as it was: the last operation that is in them."""
@@ -51,30 +61,36 @@ class Refusal(NamedTuple):
 Answer: TypeAlias = Parcel | Refusal
 
 
-class AskedTrainer(NamedTuple):
-    """For a replica: how it asks, and what is to be called, from any thread, when an answer comes late.
-
-    A parcel has the weights themselves; an error in place of an answer means that the trainer is away.
-    """
-
-    ask: Callable[[WeightsWanted], Future[Answer]]
-    ring: Callable[[], None]
-
-
 class _Published(NamedTuple):
     parcel: Parcel
     frozen: FrozenAdapter
 
 
-class PublishedWeights:
-    """`ask` may be called from any thread; `ring` is called there if the trainer has something to make."""
+class _ToSend(NamedTuple):
+    name: str
+    frozen: FrozenAdapter
+    seq_id: int
+    answers: list[Future[Answer]]
 
-    def __init__(self, put: Callable[[PackedAdapter], Any], ring: Callable[[], None]) -> None:
+
+class PublishedWeights:
+    """The trainer's end. `put` packs weights, puts them where replicas can read them and gives back what stands for
+    them; `send` brings such a parcel to all replicas. Both are called in a thread of their own: training goes on.
+
+    `ask` may be called from any thread; `ring` is called there if the trainer has something to make.
+    """
+
+    def __init__(
+        self, put: Callable[[FrozenAdapter], Any], send: Callable[[Parcel], None], ring: Callable[[], None]
+    ) -> None:
         self._put = put
+        self._send = send
         self._ring = ring
         self._published: OrderedDict[str, _Published] = OrderedDict()
         self._wanted: dict[WeightsWanted, list[Future[Answer]]] = {}
         self._lock = threading.Lock()
+        self._to_send: list[_ToSend] = []
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def ask(self, wanted: WeightsWanted) -> Future[Answer]:
         answer: Future[Answer] = Future()
@@ -96,23 +112,109 @@ class PublishedWeights:
             return list(self._wanted)
 
     def publish(self, name: str, frozen: FrozenAdapter, seq_id: int = -1) -> None:
-        """Those of a sampler, or of a model after this operation. What was put before is not put again."""
-        before = self._published.get(name)
-        same = before is not None and before.frozen is frozen
-        weights = before.parcel.weights if same and before is not None else self._put(pack(frozen))
-        parcel = Parcel(weights, seq_id)
+        """Those of a sampler, or of a model after this operation; they leave with the next `send_off`."""
         with self._lock:
-            self._published[name] = _Published(parcel, frozen)
-            self._published.move_to_end(name)
-            while len(self._published) > MAX_PUBLISHED:
-                self._published.popitem(last=False)
             content = [wanted for wanted in self._wanted if wanted.name == name and wanted.at_least <= seq_id]
             answers = [answer for wanted in content for answer in self._wanted.pop(wanted)]
-        for answer in answers:
-            answer.set_result(parcel)
+        self._to_send.append(_ToSend(name, frozen, seq_id, answers))
+
+    def send_off(self) -> None:
+        """To be called when who waits for the trainer was told: sending takes a while from whoever else is busy."""
+        to_send, self._to_send = self._to_send, []
+        for each in to_send:
+            self._sender.submit(self._put_and_send, *each)
 
     def refuse(self, wanted: WeightsWanted, refusal: Refusal) -> None:
         with self._lock:
             answers = self._wanted.pop(wanted, [])
         for answer in answers:
             answer.set_result(refusal)
+
+    # In the thread that sends
+
+    def _put_and_send(self, name: str, frozen: FrozenAdapter, seq_id: int, answers: list[Future[Answer]]) -> None:
+        """What was put before is neither put nor sent again."""
+        before = self._published.get(name)
+        is_new = before is None or before.frozen is not frozen
+        try:
+            parcel = Parcel(name, self._put(frozen) if before is None or is_new else before.parcel.weights, seq_id)
+            if is_new:
+                self._send(parcel)
+        except Exception as error:  # noqa: BLE001 - whoever needs them asks again
+            log.warning("The weights of %s could not be sent to the replicas: %s", name, error)
+            for answer in answers:
+                answer.set_exception(error)
+            return
+        with self._lock:
+            self._published[name] = _Published(parcel, frozen)
+            self._published.move_to_end(name)
+            while len(self._published) > MAX_PUBLISHED:
+                self._published.popitem(last=False)
+        for answer in answers:
+            answer.set_result(parcel)
+
+
+class _Awaited(NamedTuple):
+    wanted: WeightsWanted
+    answer: Future[Answer]
+
+
+class ReceivedWeights:
+    """A replica's end. `ask` asks the trainer; an error in place of an answer means that it is away.
+
+    `take` may be called from any thread; so may `ring`, when something has come that had to be waited for.
+    """
+
+    def __init__(self, ask: Callable[[WeightsWanted], Future[Answer]], ring: Callable[[], None]) -> None:
+        self._ask = ask
+        self.ring = ring
+        self._unused: OrderedDict[str, Parcel] = OrderedDict()
+        self._awaited: dict[str, _Awaited] = {}
+        self._lock = threading.Lock()
+
+    def take(self, parcel: Parcel) -> None:
+        """With its weights, which are copied: they lie in memory that is shared, and needed for others."""
+        packed: PackedAdapter = parcel.weights
+        parcel = parcel._replace(weights=packed._replace(flat=packed.flat.copy()))
+        with self._lock:
+            awaited = self._awaited.get(parcel.name)
+            if awaited is None or parcel.seq_id < awaited.wanted.at_least:
+                self._keep(parcel)
+                return
+            del self._awaited[parcel.name]
+        awaited.answer.set_result(parcel)
+
+    def _keep(self, parcel: Parcel) -> None:
+        before = self._unused.pop(parcel.name, parcel)
+        self._unused[parcel.name] = max(before, parcel, key=lambda each: each.seq_id)
+        size = sum(each.weights.flat.nbytes for each in self._unused.values())
+        while len(self._unused) > MAX_UNUSED or (size > MAX_UNUSED_BYTES and len(self._unused) > 1):
+            size -= self._unused.popitem(last=False)[1].weights.flat.nbytes
+
+    def get(self, wanted: WeightsWanted) -> Future[Answer]:
+        """What was sent, or what is now asked for; a parcel is handed out once."""
+        answer: Future[Answer] = Future()
+        with self._lock:
+            sent = self._unused.get(wanted.name)
+            if sent is not None and sent.seq_id >= wanted.at_least:
+                answer.set_result(self._unused.pop(wanted.name))
+                return answer
+            awaited = self._awaited[wanted.name] = _Awaited(wanted, answer)
+        self._ask(wanted).add_done_callback(partial(self._answered, awaited))
+        return answer
+
+    def _answered(self, awaited: _Awaited, asked: Future[Answer]) -> None:
+        name = awaited.wanted.name
+        error = asked.exception()
+        if error is None and isinstance(parcel := asked.result(), Parcel):
+            if self._awaited.get(name) is awaited:  # else it was sent meanwhile
+                self.take(parcel)
+            return
+        with self._lock:
+            if self._awaited.get(name) is not awaited:
+                return
+            del self._awaited[name]
+        if error is not None:
+            awaited.answer.set_exception(error)
+        else:
+            awaited.answer.set_result(asked.result())

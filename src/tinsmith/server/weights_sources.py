@@ -20,7 +20,7 @@ from tinsmith.server.snapshots import LostError
 from tinsmith.server.spilled import Spilled
 from tinsmith.server.store import Store
 from tinsmith.server.store.records import CheckpointKey, Model, Sampler
-from tinsmith.server.weights_exchange import Answer, AskedTrainer, PublishedWeights, Refusal, WeightsWanted
+from tinsmith.server.weights_exchange import Answer, PublishedWeights, ReceivedWeights, Refusal, WeightsWanted
 
 AT_ONCE_SECONDS = 0.1
 """So long others wait while weights are fetched; what takes longer, only the sampler itself waits for."""
@@ -33,7 +33,7 @@ class WeightsSource(Protocol):
 
 
 class ComingError(WaitError):
-    """The weights were asked for and are not here yet."""
+    """The weights are not here yet, and were asked for."""
 
     promise = "its samples are drawn as soon as they are here"
     is_urgent = True
@@ -111,17 +111,17 @@ def publish_wanted(published: PublishedWeights, own: OwnWeights, store: Store) -
             continue
 
 
-class FetchedWeights(WeightsSource):
-    """For a replica. It keeps what it has fetched, the most recently used."""
+class SentWeights(WeightsSource):
+    """For a replica. It keeps what it has used, the most recent."""
 
     def __init__(
-        self, engine: Engine, store: Store, weights: SamplingWeights, spilled: Spilled, trainer: AskedTrainer
+        self, engine: Engine, store: Store, weights: SamplingWeights, spilled: Spilled, received: ReceivedWeights
     ) -> None:
         self._engine = engine
         self._store = store
         self._weights = weights
         self._spilled = spilled
-        self._trainer = trainer
+        self._received = received
         self._kept: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
         self._coming: dict[str, Future[Answer]] = {}
 
@@ -158,15 +158,15 @@ class FetchedWeights(WeightsSource):
 
     def _answer(self, wanted: WeightsWanted) -> Answer | None:
         """None if the trainer is away. An answer that has come late counts, although the model may be newer by now."""
-        asked = self._coming.pop(wanted.name, None) or self._trainer.ask(wanted)
+        answer = self._coming.pop(wanted.name, None) or self._received.get(wanted)
         try:
-            return asked.result(AT_ONCE_SECONDS)
+            return answer.result(AT_ONCE_SECONDS)
         except Exception as error:
-            if asked.done():
+            if answer.done():
                 return None
-            self._coming[wanted.name] = asked
-            asked.add_done_callback(lambda _: self._trainer.ring())
-            raise ComingError(asked) from error
+            self._coming[wanted.name] = answer
+            answer.add_done_callback(lambda _: self._received.ring())
+            raise ComingError(answer) from error
 
     def _written(self, sampler: Sampler) -> FrozenAdapter:
         try:

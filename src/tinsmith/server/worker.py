@@ -39,8 +39,8 @@ from tinsmith.server.suspects import together
 from tinsmith.server.token_news import TokenNews
 from tinsmith.server.trainer import PROTOBUF, Trainer, refused, server_failure
 from tinsmith.server.watchdog import Watchdog
-from tinsmith.server.weights_exchange import AskedTrainer, PublishedWeights
-from tinsmith.server.weights_sources import FetchedWeights, OwnWeights, WeightsSource, publish_wanted
+from tinsmith.server.weights_exchange import PublishedWeights, ReceivedWeights
+from tinsmith.server.weights_sources import OwnWeights, SentWeights, WeightsSource, publish_wanted
 from tinsmith.server.worker_metrics import WorkerMetrics
 from tinsmith.types import SamplingParams
 from tinsmith.wire import json, proto
@@ -63,8 +63,8 @@ class Worker:
     `tell_held_up` that all work waits for room.
     `tell_drawn` hears tokens as they are drawn, where that was asked for.
 
-    A worker that only trains hands the weights of samplers to others, as `published`; one that only samples asks its
-    `trainer` for them.
+    A worker that only trains sends the weights of samplers to others, as `published`; one that only samples has them
+    from there, as `received`.
 
     `forgiven` are the jobs that the worker before this one had begun and could not end, through no fault of theirs.
     """
@@ -83,7 +83,7 @@ class Worker:
         metrics: WorkerMetrics | None = None,
         tell_drawn: Callable[[Sequence[Drawn]], None] = lambda drawn: None,
         published: PublishedWeights | None = None,
-        trainer: AskedTrainer | None = None,
+        received: ReceivedWeights | None = None,
     ) -> None:
         name = f"worker-{uuid4().hex[:12]}"
         self._place = settings.place
@@ -98,7 +98,7 @@ class Worker:
         self._bell = bell
         self._tell_done = tell_done
         state = Path(settings.state)
-        storage = open_storage(state, settings.storage, settings.cache_bytes)
+        storage = open_storage(state, settings.storage, settings.cache_bytes, store)
         folders, snapshots = storage.checkpoints, storage.snapshots
         self._published = published
         copies = SamplingWeights(engine, folders, storage.spilled, on_copy=published.publish if published else None)
@@ -110,8 +110,8 @@ class Worker:
         self._trainer.live.metrics = self._metrics
         self._own_weights = OwnWeights(store, copies, self._trainer.live)
         self._weights: WeightsSource = self._own_weights
-        if trainer is not None:
-            self._weights = FetchedWeights(engine, store, copies, storage.spilled, trainer)
+        if received is not None:
+            self._weights = SentWeights(engine, store, copies, storage.spilled, received)
         self._decode = tokenizer_decode(Path(settings.folder))
         self._training: dict[str, Job] = {}
         self._to_sample: dict[str, Job] = {}
@@ -178,6 +178,7 @@ class Worker:
         """Takes new jobs from the store, and drops what nobody wants any more."""
         if self._published is not None:
             publish_wanted(self._published, self._own_weights, self._store)
+            self._published.send_off()
         claim = partial(
             self._store.jobs.claim,
             self._base_model,
@@ -385,6 +386,8 @@ class Worker:
         self._begun.difference_update(outcomes)
         self._token_news.end(outcomes)
         self._tell_done(accepted)
+        if self._published is not None:
+            self._published.send_off()
         return accepted
 
 

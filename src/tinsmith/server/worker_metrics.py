@@ -229,6 +229,10 @@ class WorkerState(NamedTuple):
     problem: str | None
     samples: int | None
     """Samples that it was given and that are not done; `None` if it is not chosen for them."""
+    held_up: str | None = None
+    """What it waits for."""
+    is_leaving: bool = False
+    """It gets no more samples, and ends when it has drawn those that it has begun."""
 
 
 def added_up(trainer: Iterable[Figure], replicas: Iterable[Iterable[Figure]]) -> list[Figure]:

@@ -34,6 +34,7 @@ def main() -> None:
     hold_as_worker(Path(settings.state))
     parent = os.getppid()
     run(settings, Bell(_INPUT), _tell, is_wanted=lambda: os.getppid() == parent)
+    os._exit(0)  # whatever else Python and torch would tidy up takes long, and somebody may wait for our end
 
 
 def _tell(message: Message) -> None:

@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -22,14 +23,17 @@ from tinsmith.server.engine.engine import Engine, choose_threads
 from tinsmith.server.engine.group import GroupEngine
 from tinsmith.server.engine.sharding import ShardedLayers
 from tinsmith.server.full_disk import is_full
+from tinsmith.server.member_lives import Begun, Ending, MemberLives
+from tinsmith.server.member_process_life import MembersHere
 from tinsmith.server.members import Members
-from tinsmith.server.messages import Drawn, Figure, Message, Replay, WorkerSettings
+from tinsmith.server.messages import Drawn, Figure, Member, Message, Replay, WorkerSettings
 from tinsmith.server.outage import Outage
 from tinsmith.server.priority import give_way
 from tinsmith.server.soundness import try_engine
 from tinsmith.server.store import Store, StoreUnavailableError
+from tinsmith.server.store.leading import ReplacedError
 from tinsmith.server.suspects import HELD_UP, ending
-from tinsmith.server.weights_exchange import AskedTrainer, PublishedWeights
+from tinsmith.server.weights_exchange import PublishedWeights, ReceivedWeights
 from tinsmith.server.worker import LOOK_AGAIN_SECONDS, Worker
 from tinsmith.server.worker_metrics import WorkerMetrics
 
@@ -37,6 +41,7 @@ log = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Engine)
 Tell: TypeAlias = Callable[[Message], None]
+End: TypeAlias = Callable[[int], None]
 
 _HELD_UP = {
     "disk": "the server's disk is full; work goes on when there is room",
@@ -47,22 +52,42 @@ _NO_SAMPLES = 1
 """Tokens in the cache of a worker that draws none."""
 
 
+def end_process(status: int) -> None:
+    """As one that ended with this status."""
+    if status < 0:
+        os.kill(os.getpid(), -status)
+    os._exit(max(1, status))
+
+
 def run(
     settings: WorkerSettings,
     bell: Bell,
     tell: Tell,
     is_wanted: Callable[[], bool],
     published: PublishedWeights | None = None,
-    trainer: AskedTrainer | None = None,
+    received: ReceivedWeights | None = None,
+    members: MemberLives | None = None,
+    end: End = end_process,
 ) -> None:
     """One worker after another, as often as database or disk hold one up: the base model stays loaded meanwhile.
 
-    `is_wanted` says whether to go on waiting for a database that is out of reach. See `Worker` for the others.
+    `is_wanted` says whether to go on waiting for a database that is out of reach. `members` is where the others of a
+    training group live; when one of them is lost, `end` ends us with the status that it had. See `Worker` for the rest.
     """
-    with _telling_that_we_live(tell):
+    with ExitStack() as life:
+        every_second = [lambda: tell(Message())]
+        life.enter_context(_beside(every_second))
         store = _opened_store(settings.database, is_wanted)
-        with _opened_engine(settings, tell) as engine:
-            _work(settings, store, engine, bell, tell, published, trainer)
+        try:
+            if settings.lead:
+                store.lead.work_for(settings.lead)
+                store.lead.hold_as_worker()
+                every_second.append(store.lead.keep_as_worker)
+            engine = life.enter_context(_opened_engine(settings, tell, members or MembersHere(), end))
+            _work(settings, store, engine, bell, tell, published, received)
+        except ReplacedError as error:
+            log.error("This worker ends: %s.", error)
+            tell(Message(failed=str(error)))
 
 
 def _work(
@@ -72,7 +97,7 @@ def _work(
     bell: Bell,
     tell: Tell,
     published: PublishedWeights | None,
-    trainer: AskedTrainer | None,
+    received: ReceivedWeights | None,
 ) -> None:
     def tell_figures(figures: Sequence[Figure]) -> None:
         tell(Message(figures=tuple(figures)))
@@ -118,7 +143,7 @@ def _work(
             metrics,
             tell_drawn,
             published,
-            trainer,
+            received,
         )
         try:
             worker.run()
@@ -132,13 +157,14 @@ def _work(
 
 
 @contextmanager
-def _telling_that_we_live(tell: Tell) -> Iterator[None]:
+def _beside(every_second: Sequence[Callable[[], None]]) -> Iterator[None]:
     """In a thread of its own, since a step may take long. What hangs is the business of the watchdog."""
     over = threading.Event()
 
     def go_on() -> None:
         while not over.wait(LOOK_AGAIN_SECONDS):
-            tell(Message())
+            for do in every_second:
+                do()
 
     thread = threading.Thread(target=go_on, name="signs of life", daemon=True)
     thread.start()
@@ -162,31 +188,48 @@ def _opened_store(url: str, is_wanted: Callable[[], bool]) -> Store:
 
 
 @contextmanager
-def _opened_engine(settings: WorkerSettings, tell: Tell) -> Iterator[Engine]:
+def _opened_engine(settings: WorkerSettings, tell: Tell, lives: MemberLives, end: End) -> Iterator[Engine]:
     """The engine, with those that share its training."""
     if settings.train_workers == 1:
         yield _tried_engine(settings, Engine, tell)
         return
     with _telling_why_not(tell):
-        members = Members(settings, _end_like)
-        shards = members.shards()
-    engine = _tried_engine(settings, GroupEngine, tell, shards)
-    with _telling_why_not(tell):
-        members.meet(engine)
-    yield engine
+        members = Members(settings, lives, partial(_tell_begun, tell), partial(_end_like, tell, end))
+    is_met = False
+    try:
+        with _telling_why_not(tell):
+            shards = members.shards(_kv_tokens(settings))
+        engine = _tried_engine(settings, GroupEngine, tell, shards, settings.train_workers if lives.are_here else 1)
+        with _telling_why_not(tell):
+            members.meet(engine)
+            is_met = True
+        yield engine
+    except Exception:
+        if not is_met or engine.is_broken:
+            members.await_loss()
+        raise
     members.dismiss(engine)
 
 
-def _end_like(rank: int, status: int) -> None:
+def _tell_begun(tell: Tell, rank: int, begun: Begun) -> None:
+    tell(Message(member=Member(rank, begun.where, begun.process)))
+
+
+def _end_like(tell: Tell, end: End, rank: int, lost: Ending) -> None:
     """What a member died of, we die of, too: it was in the middle of our work, and the server judges by the ending."""
-    log.error("Rank %d of the training group is gone: its process ended %s.", rank, ending(status))
-    if status < 0:
-        os.kill(os.getpid(), -status)
-    os._exit(max(1, status))
+    log.error("Rank %d of the training group is gone: its process ended %s.", rank, ending(lost.status))
+    if lost.why:
+        tell(Message(failed=f"rank {rank} of the training group is gone: {lost.why}", is_final=lost.is_final))
+    end(lost.status)
 
 
-def _tried_engine(settings: WorkerSettings, kind: type[E], tell: Tell, shards: ShardedLayers | None = None) -> E:
-    """An engine after a first try: weights that do not fit their config.json show only when they are used."""
+def _tried_engine(
+    settings: WorkerSettings, kind: type[E], tell: Tell, shards: ShardedLayers | None = None, sharers: int = 1
+) -> E:
+    """An engine after a first try: weights that do not fit their config.json show only when they are used.
+
+    `sharers` divide the threads of this machine.
+    """
     with _telling_why_not(tell):
         give_way(settings.device)
         engine = kind.open(
@@ -194,13 +237,17 @@ def _tried_engine(settings: WorkerSettings, kind: type[E], tell: Tell, shards: S
             device=settings.device,
             dtype=settings.dtype,
             train_token_budget=settings.train_token_budget,
-            kv_tokens=_NO_SAMPLES if settings.role == "train" else settings.kv_tokens,
+            kv_tokens=_kv_tokens(settings),
             deterministic=settings.deterministic,
             shards=shards,
         )
-        choose_threads(engine.model, settings.train_workers)
+        choose_threads(engine.model, sharers)
         try_engine(engine)
         return engine
+
+
+def _kv_tokens(settings: WorkerSettings) -> int | None:
+    return _NO_SAMPLES if settings.role == "train" else settings.kv_tokens
 
 
 @contextmanager

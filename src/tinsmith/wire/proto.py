@@ -56,20 +56,21 @@ class PreparedBody:
     """The body of a `forward_backward` request, complete but for the model's id and the operation's number.
 
     All the work is done when this exists: a protobuf message may be cut between any two fields, so the examples are
-    encoded (and compressed) before it is known which number they will have. `finish` only adds a few bytes.
+    encoded (and compressed) before it is known which number they will have. `finish` only adds a few bytes, and puts
+    them first, where official clients have them: a server that refuses a body for its size knows its number by them.
     """
 
-    _start: bytes | OpenFrame = field(repr=False)
+    _rest: bytes | OpenFrame = field(repr=False)
 
     @property
     def content_encoding(self) -> Literal["zstd"] | None:
         """The value of the `Content-Encoding` header, if there is to be one."""
-        return "zstd" if isinstance(self._start, OpenFrame) else None
+        return "zstd" if isinstance(self._rest, OpenFrame) else None
 
     def finish(self, model_id: str, seq_id: int) -> bytes:
         """The bytes to send. May be called again, with another number too."""
-        end = _serialized(pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id))
-        return self._start.closed(end) if isinstance(self._start, OpenFrame) else self._start + end
+        ids = _serialized(pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id))
+        return self._rest.closed(ids) if isinstance(self._rest, OpenFrame) else ids + self._rest
 
 
 PAUSE_EVERY_SECONDS = 1e-3

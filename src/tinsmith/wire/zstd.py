@@ -1,8 +1,8 @@
-"""One zstd frame whose last few bytes are known later than the rest.
+"""One zstd frame whose first few bytes are known later than the rest.
 
-The compressor's own way to do this keeps its state, over a megabyte, until the end is known, and leaves the length of
-the content out of the frame's head, where the usual one-shot decompressors look for it. So the end goes into a last
-block of its own, stored as it is, and the head is written last (RFC 8878, section 3.1.1).
+The compressor's own way would be to wait with all the work until they are known. So they go into a first block of their
+own, stored as it is, and the head is written last (RFC 8878, section 3.1.1). What was compressed refers to what it
+repeats by the distance, so it means the same wherever it stands.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from tinsmith.errors import MissingExtraError
 
 _CONTENT_SIZE_OF_8_BYTES = 0b11 << 6
-_LAST_BLOCK = 1
+_EMPTY_LAST_BLOCK = (1).to_bytes(3, "little")
 
 
 def can_compress() -> bool:
@@ -25,17 +25,18 @@ def can_compress() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OpenFrame:
-    """A frame without its last block."""
+    """A frame without its first block."""
 
     compressed: bytes
     content_bytes: int
 
-    def closed(self, end: bytes) -> bytes:
-        """The whole frame, with `end` as the last part of its content."""
+    def closed(self, beginning: bytes) -> bytes:
+        """The whole frame, with `beginning` as the first part of its content."""
         magic, window, blocks = self.compressed[:4], self.compressed[5:6], self.compressed[6:]
-        length = struct.pack("<Q", self.content_bytes + len(end))
-        last_block = (len(end) << 3 | _LAST_BLOCK).to_bytes(3, "little")
-        return b"".join((magic, bytes([_CONTENT_SIZE_OF_8_BYTES]), window, length, blocks, last_block, end))
+        length = struct.pack("<Q", self.content_bytes + len(beginning))
+        first_block = (len(beginning) << 3).to_bytes(3, "little")
+        head = (magic, bytes([_CONTENT_SIZE_OF_8_BYTES]), window, length)
+        return b"".join((*head, first_block, beginning, blocks, _EMPTY_LAST_BLOCK))
 
 
 def open_frame(pieces: Iterable[bytes | memoryview]) -> OpenFrame:

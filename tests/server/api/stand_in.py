@@ -47,6 +47,8 @@ FILES = {"adapter_config.json": b'{"peft_type": "LORA"}', "adapter_model.safeten
 class StandInWorkers:
     """Satisfies `tinsmith.server.waiting.Workers` for every base model at once."""
 
+    leads = True
+
     def __init__(
         self,
         store: Store,

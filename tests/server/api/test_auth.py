@@ -94,9 +94,31 @@ def test_a_token_stands_for_its_key_until_either_ends(tmp_path: Path) -> None:
     store.close()
 
 
-def test_the_secret_stays_the_same_over_restarts(tmp_path: Path) -> None:
-    first, second = Secret.in_folder(tmp_path), Secret.in_folder(tmp_path)
-    assert second.has_signed("message", first.signature("message"))
+def test_the_secret_stays_the_same_over_restarts_and_for_every_server_on_a_database(tmp_path: Path) -> None:
+    for beginning in ("new", "of an earlier release"):
+        state = tmp_path / beginning
+        state.mkdir()
+        store = Store(f"sqlite:///{state}/tinsmith.db")
+        if beginning != "new":
+            (state / "secret").write_text("5ec7e7" * 10 + "abcd")
+        first, second = Secret.of(store, state), Secret.of(store, tmp_path / "elsewhere")
+        assert second.has_signed("message", first.signature("message"))
+        earlier = Secret(b"\x5e\xc7\xe7" * 10 + b"\xab\xcd")
+        assert earlier.has_signed("message", first.signature("message")) == (beginning != "new")
+        assert not (state / "secret").exists()
+        store.close()
+
+
+@pytest.mark.parametrize("left", [b"", b"5ec7e7", bytes(64), b"\xff" * 64])
+def test_what_a_power_cut_left_of_an_earlier_secret_signs_nothing(tmp_path: Path, left: bytes) -> None:
+    (tmp_path / "secret").write_bytes(left)
+    store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
+    secret = Secret.of(store, tmp_path)
+    for known in (b"", b"\x5e\xc7\xe7", bytes(32)):
+        assert not Secret(known).has_signed("message", secret.signature("message"))
+    assert len(store.identity.secret("")) == 64
+    assert not (tmp_path / "secret").exists()
+    store.close()
 
 
 @pytest.mark.parametrize(

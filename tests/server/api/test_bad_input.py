@@ -163,7 +163,7 @@ BAD_OPERATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a path that does not exist": (
         "load_weights",
         {"path": "tinker://no/weights/no", "optimizer": False},
-        "does not exist",
+        "There is no checkpoint",
     ),
     "weights without optimizer state": (
         "load_weights",

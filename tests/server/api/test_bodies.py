@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,9 +177,3 @@ def test_a_large_body_is_decoded_beside_the_loop(server: RunningServer) -> None:
     second = server.post("forward_backward", many, headers=PROTOBUF)
     assert len(server.result(second)["loss_fn_outputs"]) == 40
     assert len(server.result(first)["loss_fn_outputs"]) == 1
-
-
-def test_the_state_folder_keeps_its_secret(tmp_path: Path) -> None:
-    with RunningServer(tmp_path):
-        pass
-    assert (tmp_path / "secret").stat().st_mode & 0o077 == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,39 @@ def test_what_cannot_be_read_fails_and_the_next_operation_runs(small: RunningSer
     failed = small.result(broken, key=ANNA)
     assert failed["category"] == "user"
     assert reason in failed["error"]
+    assert small.result(step, key=ANNA)["metrics"]["step"] == 1
+
+
+def prepared(tokens: int, *, compress: bool, weights: Callable[[], float]) -> proto.PreparedBody:
+    inputs: dict[str, Any] = {"target_tokens": [1] * tokens, "weights": [weights() for _ in range(tokens)]}
+    data = [Datum(ModelInput.from_ints([1] * tokens), inputs)]
+    return proto.prepare_forward_backward(data, "cross_entropy", compress=compress)
+
+
+def official(plain: proto.PreparedBody, model_id: str) -> bytes:
+    """Compressed as a whole: its first block is large, and says nothing until all of it is there."""
+    return zstandard.compress(plain.finish(model_id, 1))
+
+
+noise = random.Random(1).random
+TOO_LARGE = {
+    "plain": lambda model_id: prepared(6000, compress=False, weights=noise).finish(model_id, 1),
+    "compressed": lambda model_id: prepared(9000, compress=True, weights=noise).finish(model_id, 1),
+    "small until it is unpacked": lambda model_id: prepared(9000, compress=True, weights=lambda: 1.0).finish(
+        model_id, 1
+    ),
+    "compressed as official clients do": lambda model_id: official(
+        prepared(9000, compress=False, weights=noise), model_id
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_what_clients_send_too_large_fails_and_the_next_operation_runs(small: RunningServer, name: str) -> None:
+    model_id = small.model(key=ANNA)
+    broken = data(small, TOO_LARGE[name](model_id), PROTOBUF if name == "plain" else ZSTD)
+    step = small.post("optim_step", {"model_id": model_id, "seq_id": 2, "adam_params": {}}, key=ANNA)
+    assert "Send it in parts" in small.result(broken, key=ANNA)["error"]
     assert small.result(step, key=ANNA)["metrics"]["step"] == 1
 
 

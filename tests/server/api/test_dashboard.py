@@ -263,6 +263,8 @@ def test_the_overview_tells_how_the_models_are_and_what_waits(server: RunningSer
                 "is_ready": True,
                 "problem": None,
                 "samples": None,
+                "held_up": None,
+                "is_leaving": False,
             }
         ],
         "replay": {"replayed": 3, "total": 10},

@@ -281,6 +281,12 @@ def test_a_search_with_too_many_conditions_is_refused(server: RunningServer, que
     assert refused.json()["detail"] == f"{next(iter(query))} has 101 parts; search for at most 100 at once"
 
 
+def test_a_search_for_a_longer_name_than_there_can_be_is_refused(server: RunningServer) -> None:
+    refused = server.post("sessions/search", {"display_name": "x" * 60_000})  # longer than SQLite's patterns
+    assert refused.status == 422
+    assert refused.json()["detail"] == "display_name has 60,000 characters; keep it to 1,000"
+
+
 def test_a_number_of_a_sampling_session_stands_for_one_source(server: RunningServer, run: str) -> None:
     session_id = server.session()
     first = server.sampler(session_id)

@@ -183,6 +183,21 @@ def test_a_clock_that_is_set_forward_ends_no_session(tmp_path: Path) -> None:
             assert running.post("session_heartbeat", {"session_id": session_id}).status == 200
 
 
+@pytest.mark.parametrize("hours", [-2, 2])
+def test_a_session_is_judged_by_one_clock_although_another_server_hears_it(
+    running: RunningServer, minutes: Minutes, hours: int
+) -> None:
+    running.store.sessions._database.now = lambda: minutes.now + timedelta(hours=hours)
+    session_id = running.session()
+    for _ in range(2 * TIMEOUT // MINUTE):
+        minutes.pass_(MINUTE)
+        assert running.post("session_heartbeat", {"session_id": session_id}).status == 200
+    minutes.pass_(TIMEOUT)
+    assert status(running, session_id) == "active"
+    minutes.pass_(MINUTE)
+    assert status(running, session_id) == "cancelled"
+
+
 def test_files_of_copied_weights_go_with_the_last_who_could_ask_for_them(
     running: RunningServer, minutes: Minutes, tmp_path: Path
 ) -> None:

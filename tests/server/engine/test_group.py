@@ -216,9 +216,15 @@ def test_everything_that_members_compute_is_counted(pair: Started) -> None:
     assert pair.engine.batch_token_budget == 2 * 64
 
 
-def test_three_train_like_one_engine(tiny_folder: Path, alone: Engine) -> None:
-    with group_of(3, tiny_folder) as group:
+@pytest.mark.parametrize("size", [3, 4])
+def test_more_train_like_one_engine_also_when_some_have_no_rows(size: int, tiny_folder: Path, alone: Engine) -> None:
+    with group_of(size, tiny_folder) as group:
         assert_trains_like(group.engine, alone)
+        ours, theirs = (engine.create_adapter(AdapterSpec(4, 1)) for engine in (group.engine, alone))
+        for number in (1, size - 1):
+            rows = [[policy_row(each, 12 + place, "ppo", place) for place in range(number)] for each in (ours, theirs)]
+            assert_same_outputs(run(group.engine, rows[0]), run(alone, rows[1]))
+        assert_close(gradients(ours), gradients(theirs), rtol=2e-5)
 
 
 @pytest.mark.parametrize(("token", "seconds", "why"), [(IS_KILLED, 60, "closed"), (STOPS, 5, "silent for 5 s")])

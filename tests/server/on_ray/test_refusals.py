@@ -21,6 +21,8 @@ from tinsmith.server.on_ray.refusals import (
     check_room,
     check_state,
     check_version,
+    only_here,
+    only_kind,
     uses_gpus,
 )
 
@@ -29,8 +31,8 @@ OTHER = Node({"CPU": 64.0, "GPU": 8.0, "accelerator_type:A100": 1.0})
 MODELS = (ModelSource("m", "m"),)
 
 
-def seat(processes: int = 1, cpus: int = 1) -> Seat:
-    return Seat(base_model="m", place="train", cpus=cpus, processes=processes)
+def seat(cpus: int = 1) -> Seat:
+    return Seat(base_model="m", place="train", cpus=cpus, processes=1)
 
 
 @pytest.mark.parametrize("version", ["2.54.1", "1.13.0", "3.0.0"])
@@ -46,11 +48,16 @@ def test_a_ray_that_will_do(version: str) -> None:
 
 def test_a_worker_that_fits_on_no_node() -> None:
     with pytest.raises(
-        RefusedError, match=r"needs 9 GPU and 9 CPU on one node, .* the most on one is 8 GPU and 64 CPU"
+        RefusedError, match=r"needs 1 GPU and 65 CPU on one node, .* the most on one is 8 GPU and 64 CPU"
     ):
-        check_room([bundle(seat(9, 9), uses_gpus=True)], [SMALL, LARGE])
+        check_room([bundle(seat(cpus=65), uses_gpus=True)], [SMALL, LARGE])
     with pytest.raises(RefusedError, match=r"needs 1 GPU and 1 CPU on one node, .* is 0 GPU and 8 CPU"):
         check_room([bundle(seat(), uses_gpus=True)], [SMALL])
+
+
+def test_a_worker_with_a_gpu_where_there_are_none() -> None:
+    with pytest.raises(RefusedError, match=r"has that; the most on one is .*\. Add GPUs, or take --device cpu\."):
+        check_room([{"CPU": 1, "GPU": 1}], [SMALL])
 
 
 def test_workers_that_fit_one_by_one_and_not_together() -> None:
@@ -74,6 +81,17 @@ def test_gpus_of_different_kinds() -> None:
         check_kinds("m", [LARGE, OTHER])
 
 
+def test_who_may_be_placed_later_stays_with_the_gpus_there_are() -> None:
+    assert only_kind([LARGE, LARGE, SMALL]) == {"accelerator_type:H100": 0.001}
+    assert only_kind([LARGE, OTHER]) == {}, "they may fit on either"
+    assert only_kind([SMALL]) == {}
+
+
+def test_who_needs_what_is_on_this_node_stays_there() -> None:
+    node = Node({"CPU": 8.0, "node:__internal_head__": 1.0, "node:10.0.0.7": 1.0})
+    assert only_here(node) == {"node:10.0.0.7": 0.001}
+
+
 def test_state_of_this_machine_with_workers_elsewhere() -> None:
     check_state("", [SMALL, SMALL])
     check_state("the database", [SMALL])
@@ -90,6 +108,9 @@ def test_what_is_kept_on_this_machine_is_named_with_the_remedy(tmp_path: Path) -
     assert "--storage" in kept_here()
     assert "--database" not in kept_here(database="postgresql://h/d")
     assert kept_here(database="postgresql://h/d", storage="s3://b") == ""
+    assert kept_here(database="postgresql+psycopg://h/d", storage="gs://b/p") == ""
+    assert "--database" in kept_here(database="sqlite:////var/lib/tinsmith.db", storage="s3://b")
+    assert kept_here(database="postgresql://h/d", storage="file:///shared/by/all/nodes") == ""
 
 
 def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +120,9 @@ def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         asyncio.run(RayLives(config, {}).prepare())
 
 
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:10001", "here", "here:there", ":6379"])
+@pytest.mark.parametrize(
+    "address", ["ray://127.0.0.1:10001", "here", "here:there", ":6379", "here:0", "here:65536", "here:6²"]
+)
 def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ConfigError, match=f"--ray is '{address}'.*HOST:PORT"):
         ServerConfig(models=MODELS, ray=address)
@@ -108,3 +131,15 @@ def test_an_address_that_is_none(address: str) -> None:
 def test_replicas_without_a_cluster() -> None:
     with pytest.raises(ConfigError, match="--sample-workers is for workers on a Ray cluster"):
         ServerConfig(models=MODELS, sample_workers=2)
+    with pytest.raises(ConfigError, match="--worker-cpus is for workers on a Ray cluster"):
+        ServerConfig(models=MODELS, worker_cpus=2)
+
+
+def test_patience_with_replicas_whose_number_is_fixed() -> None:
+    with pytest.raises(ConfigError, match="--idle-sample-worker goes with bounds"):
+        ServerConfig(models=MODELS, ray="auto", sample_workers=2, most_sample_workers=2, idle_sample_worker_seconds=5.0)
+
+
+def test_more_workers_than_any_cluster_has() -> None:
+    with pytest.raises(ConfigError, match="--sample-workers is more than 10,000"):
+        ServerConfig(models=MODELS, ray="auto", sample_workers=1, most_sample_workers=10**9)

@@ -30,7 +30,7 @@ def prepared(postgres: Postgres) -> str:
 
 def _emptied(url: str) -> str:
     with psycopg.connect(url) as connection:
-        names = [sql.Identifier(table.name) for table in schema.metadata.sorted_tables]
+        names = [sql.Identifier(table.name) for table in schema.metadata.sorted_tables if table is not schema.identity]
         connection.execute(sql.SQL("TRUNCATE {} RESTART IDENTITY").format(sql.SQL(", ").join(names)))
     return url
 

@@ -52,6 +52,21 @@ def test_what_a_dead_replica_had_claimed_waits_again_and_the_work_of_others_goes
     assert store.jobs.complete("train/a", {training_job.request_id: done}) == [training_job.request_id]
 
 
+def test_who_has_something_that_is_not_done_and_what_is_still_open(store: Store) -> None:
+    mine, other, gone = submit(store, 1, FIRST), submit(store, 2, "sample-10"), "s:sample:0:99"
+    assert not store.jobs.is_busy(BASE, FIRST), "it waits"
+    assert claim(store, FIRST, f"{FIRST}/a") == [1]
+    assert claim(store, "sample-10", "sample-10/a") == [2]
+    assert store.jobs.is_busy(BASE, FIRST)
+    assert store.jobs.is_busy(BASE, "sample-10")
+    assert not store.jobs.is_busy(BASE, SECOND)
+    assert store.jobs.still_open([mine, other, gone]) == {mine, other}
+    store.jobs.complete(f"{FIRST}/a", {mine: Done(result=b"", content_type="x")})
+    assert not store.jobs.is_busy(BASE, FIRST)
+    assert store.jobs.still_open([mine, other, gone]) == {other}
+    assert store.jobs.still_open([]) == set()
+
+
 def test_a_place_is_no_prefix_of_another(store: Store) -> None:
     tenth = submit(store, 1, "sample-10")
     assert claim(store, "sample-10", "sample-10/a") == [1]

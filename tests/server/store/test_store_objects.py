@@ -44,7 +44,6 @@ from tinsmith.server.store.records import (
 )
 
 HOUR = timedelta(hours=1)
-LATER = datetime(2031, 1, 1, tzinfo=UTC)
 ANN = NewSession(owner="ann")
 
 
@@ -76,10 +75,10 @@ def test_a_heartbeat_moves_the_time_and_tells_the_state(store: Store) -> None:
 
 
 def test_the_first_end_of_a_session_stands(store: Store) -> None:
-    session_id = store.sessions.create(ANN).session_id
+    session_id, heard = store.sessions.create(ANN).session_id, store.sessions.heard()
     assert store.sessions.finish(session_id, "ann", "errored", "boom")
     assert store.sessions.finish(session_id, "ann", "success")
-    assert store.sessions.end_silent(heard_before=LATER) == []
+    assert store.sessions.end_silent(heard) == []
     found = store.sessions.get(session_id, "ann")
     assert found is not None
     assert (found.state, found.finish_reason, found.finish_detail) == ("client_finished", "errored", "boom")
@@ -169,11 +168,12 @@ def test_heartbeats_that_arrive_together_are_told_apart(store: Store) -> None:
 
 def test_a_session_ends_when_its_client_is_not_heard_of_any_more(store: Store, clock: Clock) -> None:
     silent, alive = (store.sessions.create(ANN).session_id for _ in range(2))
-    start = clock()
+    heard = store.sessions.heard()
+    assert heard.keys() == {silent, alive}
     clock.pass_(HOUR)
     store.sessions.heartbeats([Heartbeat(alive, "ann")])
-    assert store.sessions.end_silent(heard_before=start) == [silent]
-    assert store.sessions.end_silent(heard_before=start) == []
+    assert store.sessions.end_silent(heard) == [silent]
+    assert store.sessions.end_silent(heard) == []
     assert store.sessions.heartbeats([Heartbeat(silent, "ann")]) == ["cancelled"]
     assert store.sessions.heartbeats([Heartbeat(alive, "ann")]) == ["active"]
 
@@ -183,7 +183,7 @@ def test_the_samples_of_a_session_that_ended_in_silence_are_cancelled(store: Sto
     store.jobs.enqueue_many([Submission(job=sample(number, session_id=lost)) for number in range(3)])
     store.jobs.enqueue(training(0, session_id=lost))
     store.jobs.claim("tiny", "w", sample=1)
-    store.sessions.end_silent(heard_before=LATER)
+    store.sessions.end_silent(store.sessions.heard())
     alive = store.sessions.create(ANN).session_id
     store.jobs.enqueue(sample(3, session_id=alive))
     abandoned = store.jobs.cancel_abandoned()
@@ -203,7 +203,7 @@ def test_a_search_takes_any_text_in_metadata(store: Store, text: str) -> None:
 
 def test_a_search_by_status(store: Store) -> None:
     lost = store.sessions.create(ANN).session_id
-    assert store.sessions.end_silent(heard_before=LATER) == [lost]
+    assert store.sessions.end_silent(store.sessions.heard()) == [lost]
     active = store.sessions.create(ANN).session_id
     good = store.sessions.create(ANN).session_id
     bad = store.sessions.create(ANN).session_id

@@ -95,9 +95,9 @@ def pack(frozen: FrozenAdapter) -> PackedAdapter:
 
 
 def unpack(packed: PackedAdapter, model: Transformer) -> FrozenAdapter:
-    """A copy: the bytes may lie in memory that others share, and that cannot be written."""
+    """On the CPU they stay where they are: the bytes must be the caller's own."""
     spec = AdapterSpec(**packed.spec)
-    flat = torch.from_numpy(packed.flat.copy()).view(getattr(torch, packed.dtype)).to(model.device)
+    flat = torch.from_numpy(packed.flat).view(getattr(torch, packed.dtype)).to(model.device)
     return FrozenAdapter(layout_of(model.shape, spec), flat, spec)
 
 

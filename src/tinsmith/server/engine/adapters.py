@@ -166,6 +166,8 @@ class Adapter:
         self.gradient = torch.zeros_like(weights)
         self.has_gradient = False
         """Whether anything was accumulated since the last step."""
+        self.known_norm: float | None = None
+        """Of the gradient, if it was computed since that last changed."""
         self.step = 0
         self.version = next(_VERSIONS)
         """A number that no other weights of this process have or had."""
@@ -213,7 +215,11 @@ class Adapter:
         if self._compute is not self.weights:
             self._compute.copy_(self.weights)
 
+    def gradient_norm(self) -> float:
+        return float(self.gradient.norm()) if self.known_norm is None else self.known_norm
+
     def clear_gradient(self) -> None:
+        self.known_norm = None
         self.gradient.zero_()
         self.has_gradient = False
 

@@ -41,11 +41,18 @@ class PackedCausal:
         if has_kernels():
             from tinsmith.server.engine.gpu import attention
 
-            if attention.is_suited(q):
-                self._tiles = self._tiles or attention.Tiles(self.lengths, q.device)
-                return attention.attend(q, k, v, self._tiles)
+            if attention.is_suited(q.shape[2], q.device):
+                return attention.attend(q, k, v, self.tiles(q.device))
         longest = max(self.lengths)
         return kernel_for_any_lengths()(q, k, v, self._starts, self._starts, longest, longest)
+
+    def tiles(self, device: torch.device) -> Any:
+        """How the sequences are cut, for our own kernel."""
+        if self._tiles is None:
+            from tinsmith.server.engine.gpu.attention import Tiles
+
+            self._tiles = Tiles(self.lengths, device)
+        return self._tiles
 
     @cached_property
     def _runs(self) -> list[tuple[int, int]]:

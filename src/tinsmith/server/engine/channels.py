@@ -43,7 +43,7 @@ class LostPeerError(RuntimeError):
 
 
 def choose_backend(device: str, size: int) -> Backend:
-    """For a group on this machine, in which each process has a GPU of its own, if it has one at all."""
+    """For a group of which `size` processes are on this machine, each with a GPU of its own, if it has one at all."""
     if choose_device(device).type != "cuda":
         return "gloo"
     if torch.cuda.device_count() < size:

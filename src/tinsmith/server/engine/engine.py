@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -43,6 +43,10 @@ _USEFUL_KV_TOKENS = 2**20
 # The rest is for adapters, for what allocators waste and, on a CPU, for other processes.
 _SHARE_FOR_TRAINING = {"cuda": 0.4, "cpu": 0.25}
 _SHARE_FOR_SAMPLING = {"cuda": 0.4, "cpu": 0.1}
+
+
+Computed: TypeAlias = Callable[[], dict[int, RowOutput]]
+"""Gives the outputs, by the index of their row, when they are there; or the error that there was."""
 
 
 class EngineUsage(NamedTuple):
@@ -139,10 +143,12 @@ class Engine:
         examples, errors = self._checked(rows)
         before = SavedGradients(example.adapter for example in examples if example.backward)
         outputs: dict[int, RowOutput] = {}
+        norms: dict[int, float] = {}
         while examples:
             try:
-                outputs = self.compute(examples, before)
+                computed = self.compute(examples, before)
                 norms = self._gradient_norms(examples)
+                outputs = computed()
                 overflowed = [example for example in examples if not math.isfinite(norms.get(id(example.adapter), 0))]
                 if not overflowed:
                     break
@@ -160,6 +166,7 @@ class Engine:
                 raise
         for example in examples:
             example.adapter.has_gradient |= example.backward
+            example.adapter.known_norm = norms.get(id(example.adapter), example.adapter.known_norm)
         return [RowOutput(error=errors[index]) if index in errors else outputs[index] for index in range(len(rows))]
 
     def _checked(self, rows: Sequence[TrainRow]) -> tuple[list[Example], dict[int, InvalidInputError]]:
@@ -173,8 +180,8 @@ class Engine:
         errors = _for_whole_jobs(rows, errors)
         return [example for example in examples if example.index not in errors], errors
 
-    def compute(self, examples: Sequence[Example], before: SavedGradients) -> dict[int, RowOutput]:
-        """The outputs by the index of their row; their gradients are added to those that were there `before`."""
+    def compute(self, examples: Sequence[Example], before: SavedGradients) -> Computed:
+        """Start to compute: the gradients are added to those that were there `before`."""
         if self.model.shards is not None:
             return self.compute_in_step(examples)
         while True:
@@ -185,7 +192,7 @@ class Engine:
                 if not self._could_halve_token_budget():
                     raise
 
-    def compute_in_step(self, examples: Sequence[Example], turns: Turns | None = None) -> dict[int, RowOutput]:
+    def compute_in_step(self, examples: Sequence[Example], turns: Turns | None = None) -> Computed:
         """The same where layers are sharded: as many passes as all other processes make at this moment.
 
         Without `turns` they all do the same as this one. If memory runs out, they have to begin again together.
@@ -204,9 +211,10 @@ class Engine:
                     yield batch
 
         with shards.together(turns.passes):
-            return self._run(own())
+            outputs = self._run(own())()
+        return lambda: outputs
 
-    def _run(self, batches: Iterable[MicroBatch]) -> dict[int, RowOutput]:
+    def _run(self, batches: Iterable[MicroBatch]) -> Computed:
         passes = []
         for batch in batches:
             # Only a single row is ever longer than the budget: then layers are computed twice instead of kept.
@@ -214,15 +222,19 @@ class Engine:
             self.on_progress()
             passes.append(run_micro_batch(self.model, batch, recompute=recompute))
             self._note_trained(1, batch.examples)
-        wait_for(self.model.device)
-        return {index: output for each in passes for index, output in each.outputs().items()}
+
+        def outputs() -> dict[int, RowOutput]:
+            wait_for(self.model.device)
+            return {index: output for each in passes for index, output in each.outputs().items()}
+
+        return outputs
 
     def _note_trained(self, num_batches: int, examples: Sequence[Example]) -> None:
         self.num_micro_batches += num_batches
         self._num_rows += len(examples)
         self._num_tokens += sum(len(example.tokens) for example in examples)
 
-    def _gradient_norms(self, examples: Sequence[Example]) -> dict[int, Tensor]:
+    def _gradient_norms(self, examples: Sequence[Example]) -> dict[int, float]:
         """By the id of the adapter, if it has a gradient now.
 
         No optimizer step can use one that is not finite. Refused here, the failure belongs to the data that caused it,
@@ -231,7 +243,7 @@ class Engine:
         trained = {id(example.adapter): example.adapter for example in examples if example.backward}
         norms = {key: download(adapter.gradient.norm()) for key, adapter in trained.items()}
         wait_for(self.model.device)
-        return norms
+        return {key: float(norm) for key, norm in norms.items()}
 
     def _could_halve_token_budget(self) -> bool:
         if self.train_token_budget <= MIN_TOKENS:
@@ -248,6 +260,7 @@ class SavedGradients:
     def __init__(self, adapters: Iterable[Adapter]) -> None:
         self._saved: dict[int, tuple[Adapter, Tensor | None]] = {}
         for adapter in adapters:
+            adapter.known_norm = None
             if id(adapter) not in self._saved:
                 self._saved[id(adapter)] = adapter, adapter.gradient.clone() if adapter.has_gradient else None
 
@@ -304,7 +317,7 @@ def check_deterministic(model: Transformer) -> None:
     if is_suited:
         from tinsmith.server.engine.gpu import attention
 
-        is_suited = attention.is_suited(torch.empty(0, 1, model.shape.head_dim, device=model.device))
+        is_suited = attention.is_suited(model.shape.head_dim, model.device)
     if not is_suited:
         raise ConfigError(
             "The deterministic mode needs an NVIDIA GPU of the Hopper generation (H100, H200), Triton, bfloat16 and a "

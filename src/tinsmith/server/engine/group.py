@@ -26,7 +26,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.engine.attention import PackedCausal
 from tinsmith.server.engine.batch import Example, pack
 from tinsmith.server.engine.channels import Channel
-from tinsmith.server.engine.engine import Engine, SavedGradients
+from tinsmith.server.engine.engine import Computed, Engine, SavedGradients
 from tinsmith.server.engine.group_messages import (
     Answer,
     Dismissal,
@@ -93,10 +93,15 @@ class GroupEngine(Engine):
             self.model.shards.close()
 
     @property
+    def is_broken(self) -> bool:
+        """Whether the talk with the members was broken off, mostly since one of them is lost."""
+        return self._broken_by is not None or (self.model.shards is not None and self.model.shards.is_broken)
+
+    @property
     def batch_token_budget(self) -> int:
         return self.train_token_budget * (1 + len(self._members))
 
-    def compute(self, examples: Sequence[Example], before: SavedGradients) -> dict[int, RowOutput]:
+    def compute(self, examples: Sequence[Example], before: SavedGradients) -> Computed:
         if self._broken_by is not None:
             raise BrokenGroupError(self._broken_by) from self._broken_by
         if not self._members:
@@ -120,13 +125,13 @@ class GroupEngine(Engine):
         self,
         asked: Sequence[tuple[_Member, Sequence[Example]]],
         in_step: InStep | None,
-        compute_own: Callable[[], dict[int, RowOutput]],
-    ) -> dict[int, RowOutput]:
+        compute_own: Callable[[], Computed],
+    ) -> Computed:
         with self._not_to_be_broken_off():
             for member, share in asked:
                 member.ask(share, in_step)
         try:
-            outputs = compute_own()
+            outputs = compute_own()()
         except BrokenShardsError as error:
             self._broken_by = error
             raise
@@ -137,7 +142,7 @@ class GroupEngine(Engine):
         for (member, share), answer in zip(asked, self._answers(asked), strict=True):
             outputs |= member.outputs(answer, share)
             self._note_trained(answer.num_batches, share)
-        return outputs
+        return lambda: outputs
 
     def _call_members(self) -> None:
         """To a pass that is the leader's own."""

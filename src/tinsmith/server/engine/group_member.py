@@ -111,6 +111,6 @@ class _Member:
     def _outputs(self, share: Share, adapters: list[Adapter]) -> dict[int, RowOutput]:
         examples = examples_of(share, adapters)
         if share.in_step is None:
-            return self._engine.compute(examples, SavedGradients(adapters))
+            return self._engine.compute(examples, SavedGradients(adapters))()
         self._engine.train_token_budget = share.in_step.token_budget
-        return self._engine.compute_in_step(examples, share.in_step.turns)
+        return self._engine.compute_in_step(examples, share.in_step.turns)()

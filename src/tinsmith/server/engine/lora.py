@@ -132,11 +132,21 @@ class LoraRows:
         """
         if not (x.is_cuda and has_kernels()) or x.dtype == torch.float32:
             return None
-        from tinsmith.server.engine.gpu.lora import AddressBook
+        return self.book(x.device).grouped(name, self.sites)
 
+    def book(self, device: torch.device) -> Any:
+        """Where the matrices of the adapters lie, for the kernels of a GPU."""
         if self._book is None:
-            self._book = AddressBook([sites for _, _, sites in self.sites], x.device)
-        return self._book.grouped(name, self.sites)
+            from tinsmith.server.engine.gpu.lora import AddressBook
+
+            self._book = AddressBook([sites for _, _, sites in self.sites], device)
+        return self._book
+
+    def of_all_rows(self) -> Mapping[str, Site] | None:
+        """What the one adapter of all rows adds, if there is one."""
+        if len(self.sites) != 1 or self.sites[0][:2] != (0, self.num_rows):
+            return None
+        return self.sites[0][2]
 
     def at(self, name: str) -> list[Placed]:
         return [(start, end, sites[name]) for start, end, sites in self.sites if name in sites]

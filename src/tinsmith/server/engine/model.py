@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from tinsmith.errors import ConfigError
+from tinsmith.server.engine.blocks import joined_blocks
 from tinsmith.server.engine.heads import heads
 from tinsmith.server.engine.lora import AnyRows, linear
 from tinsmith.server.engine.mlp import mlp
@@ -254,6 +255,9 @@ class Transformer:
         x = functional.embedding(tokens, self.embedding).float()
         delta: Tensor | None = None
         turn = self._turn(positions)
+        if (blocks := joined_blocks(self, attend, lora)) is not None:
+            hidden: Tensor = blocks.hidden(x, self._eps, turn, recompute=recompute)
+            return hidden
         for index in range(len(self.layers)):
             if self.shards is not None:
                 x, delta = self.shards.enter(index, x, delta)
@@ -268,6 +272,13 @@ class Transformer:
     def logits(self, hidden: Tensor, lora: AnyRows | None) -> Tensor:
         """[N, hidden] -> [N, vocab], float32."""
         return linear(hidden.to(self.compute_dtype), self.head, lora, "lm_head").float()
+
+    @cached_property
+    def rooms(self) -> Any:
+        """For one adapter around the matrices, on a GPU."""
+        from tinsmith.server.engine.gpu.joined import Rooms
+
+        return Rooms(self)
 
     @cached_property
     def _eps(self) -> Tensor:

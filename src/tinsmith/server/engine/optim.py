@@ -17,7 +17,7 @@ def adamw_step(adapter: Adapter, params: AdamParams) -> dict[str, float]:
     Without a gradient the step is that of a zero gradient: momentum and weight decay go on, as in torch.
     """
     check_adam_params(params)
-    norm = float(adapter.gradient.norm())
+    norm = adapter.gradient_norm()
     if not math.isfinite(norm):
         adapter.clear_gradient()
         raise InvalidInputError(

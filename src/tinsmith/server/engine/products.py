@@ -32,8 +32,9 @@ class Matrix:
         self._is_packed = stays and _can_pack(weight)
         self._weight = _packed(weight) if self._is_packed else weight
         self._transposed: Tensor | None = None
-        self._with_room: Tensor | None = None
-        self._bias_with_room: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._above = 0
+        self._longer_bias: Tensor | None = None
         self._is_deterministic = deterministic
         self._has_kernel = weight.is_cuda and has_kernels()
 
@@ -47,29 +48,50 @@ class Matrix:
             return _one_row(x, self._weight, self.bias)
         return functional.linear(x, self._weight, self.bias)
 
-    def make_room(self, num_rows: int) -> Tensor:
-        """Rows below the matrix, zero at first, for whoever wants more products with the same input: [rows, in]"""
+    def make_room(self, above: int, below: int, beside: int) -> None:
+        """Lay the matrix into a larger one, zero elsewhere: so many rows above and below it, and columns beside it.
+
+        What is laid there takes part in the same products; it is for adapters.
+        """
         num_out, num_in = self.shape
-        whole = torch.zeros(num_out + num_rows, num_in, dtype=self.dtype, device=self._weight.device)
-        whole[:num_out] = self._weight
-        self._with_room, self._weight = whole, whole[:num_out]
+        size = above + num_out + below, num_in + beside
+        self._whole = torch.zeros(size, dtype=self.dtype, device=self._weight.device)
+        self._above = above
+        self._weight = self._around().copy_(self._weight)
         if self.bias is not None:
-            self._bias_with_room = functional.pad(self.bias, (0, num_rows))
-        return whole[num_out:]
+            self._longer_bias = functional.pad(self.bias, (0, below))
 
     @property
     def has_room(self) -> bool:
-        return self._with_room is not None
+        return self._whole is not None
 
-    def product_with_room(self, x: Tensor, num_rows: int) -> Tensor:
+    @property
+    def below(self) -> Tensor:
+        """[rows, in]"""
+        assert self._whole is not None
+        return self._whole[self._above + self.shape[0] :, : self.shape[1]]
+
+    def product_with_rows_below(self, x: Tensor, num_rows: int) -> Tensor:
         """The product, and beside it those with so many of the rows below: [T, in] -> [T, out + rows]"""
-        assert self._with_room is not None
-        end = self.shape[0] + num_rows
-        weight = self._with_room[:end]
-        bias = None if self._bias_with_room is None else self._bias_with_room[:end]
+        weight = self._around(below=num_rows)
+        bias = None if self._longer_bias is None else self._longer_bias[: len(weight)]
         if len(x) == 1:
             return _one_row(x, weight, bias)
         return functional.linear(x, weight, bias)
+
+    def product_with_columns_beside(self, x: Tensor) -> Tensor:
+        """The product with as many of the columns beside as x has more than it: [T, in + columns] -> [T, out]"""
+        return functional.linear(x, self._around(beside=x.shape[1] - self.shape[1]), self.bias)
+
+    def gradient_with_rows_above(self, dy: Tensor) -> Tensor:
+        """The gradient with as many of the rows above as dy has more columns: [T, rows + out] -> [T, in]"""
+        return torch.mm(dy, self._around(above=dy.shape[1] - self.shape[0]))
+
+    def _around(self, above: int = 0, below: int = 0, beside: int = 0) -> Tensor:
+        """The matrix with the nearest of what lies around it."""
+        assert self._whole is not None
+        num_out, num_in = self.shape
+        return self._whole[self._above - above : self._above + num_out + below, : num_in + beside]
 
     def gradient(self, dy: Tensor) -> Tensor:
         """dy W: [T, out] -> [T, in]"""

@@ -107,6 +107,11 @@ class ShardedLayers:
         """What it takes to have a layer whole while the next one comes, which is laid out anew when it is there."""
         return 3 * max(layer.whole_bytes for layer in self._layers)
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether another process did not give its shards, so that nothing can be gathered any more."""
+        return self._broken_by is not None
+
     # --- which layers, in which order ---
 
     @property

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Awaitable
-from typing import Any
+from itertools import count
+from typing import Any, TextIO, cast
 from uuid import uuid4
 
 import msgspec
@@ -24,10 +27,11 @@ from tinsmith._version import __version__
 from tinsmith.server import logs
 from tinsmith.server.bell import first_line
 from tinsmith.server.messages import Message, WorkerSettings
-from tinsmith.server.on_ray.actor import Begun, Heard, WorkerActor
+from tinsmith.server.on_ray.actor import WorkerActor
 from tinsmith.server.on_ray.cluster import Cluster
 from tinsmith.server.on_ray.messages import ClusterSettings, Order, Report
-from tinsmith.server.on_ray.refusals import RefusedError
+from tinsmith.server.on_ray.refusals import RefusedError, other_version, reason
+from tinsmith.server.on_ray.speaking import Begun, Heard
 from tinsmith.server.process_life import WORKER_ENVIRONMENT
 from tinsmith.server.suspects import UNSEEN
 
@@ -36,6 +40,7 @@ log = logging.getLogger("tinsmith.server.on_ray.bridge")  # which has another na
 TELL_SECONDS = 5.0
 _INPUT = 0
 _MAX_LINE_BYTES = 2**24
+_COLOURS = re.compile(r"\x1b\[\d*m")
 
 
 def main() -> None:
@@ -46,6 +51,7 @@ def main() -> None:
     os.dup2(2, 1)
     settings = msgspec.json.decode(first_line(_INPUT), type=ClusterSettings)
     logs.configure(settings.log_format, settings.log_level)
+    let_ray_log()
     bridge = Bridge(output)
     try:
         cluster = Cluster(settings, namespace=f"tinsmith-{uuid4().hex}")
@@ -56,14 +62,35 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     bridge.tell(Report(is_ready=True))
-    asyncio.run(bridge.run(cluster))
+    try:
+        asyncio.run(bridge.run(cluster))
+    except Exception:
+        log.exception("The Ray cluster is not what it was when this server joined it.")
+        os._exit(1)
     os._exit(0)  # the end of the driver is the end of its actors; whatever Ray would tidy up goes with it
+
+
+def let_ray_log() -> None:
+    """What Ray says has the form of all other lines, whoever reads them; it has a handler of its own, and prints."""
+    sys.stdout = cast(TextIO, _Printed())
+    rays = logging.getLogger("ray")
+    rays.handlers.clear()
+    rays.propagate = True
+    rays.setLevel(logging.WARNING)
+
+
+class _Printed(io.TextIOBase):
+    def write(self, text: str) -> int:
+        if said := " ".join(_COLOURS.sub("", text).split()):
+            log.warning("Ray says: %s", said)
+        return len(text)
 
 
 class Bridge:
     def __init__(self, output: int) -> None:
         self._output = output
         self._lives: dict[int, _ActorLife] = {}
+        self._introductions = count()
 
     async def run(self, cluster: Cluster) -> None:
         reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
@@ -72,9 +99,23 @@ class Bridge:
         async for line in reader:
             order = msgspec.json.decode(line, type=Order)
             if order.do == "begin":
-                self._lives[order.life] = _ActorLife(self, order, cluster)
+                self._begin(order, cluster)
             elif (life := self._lives.get(order.life)) is not None:
                 life.obey(order)
+
+    def _begin(self, order: Order, cluster: Cluster) -> None:
+        """One that Ray does not take concerns nobody else: the name of its last life may still be known there.
+
+        Any other error means that the cluster is not what it was, and this process ends, to join it anew.
+        """
+        try:
+            begun = self._lives[order.life] = _ActorLife(self, order, cluster)
+        except ValueError as error:
+            log.exception("An actor could not be made.")
+            why = msgspec.Raw(msgspec.json.encode(Message(failed=f"Ray did not take its actor: {reason(error)}")))
+            self.tell(Report(life=order.life, messages=[why], ended=UNSEEN))
+            return
+        self._introduce(begun.settings.base_model)
 
     def tell(self, report: Report) -> None:
         line = msgspec.json.encode(report) + b"\n"
@@ -83,7 +124,15 @@ class Bridge:
                 line = line[os.write(self._output, line) :]
 
     def is_over(self, number: int) -> None:
-        del self._lives[number]
+        self._introduce(self._lives.pop(number).settings.base_model)
+
+    def _introduce(self, base_model: str) -> None:
+        """Who trains hears to whom it sends the weights of samplers."""
+        lives = [life for life in self._lives.values() if life.settings.base_model == base_model]
+        replicas = [life.actor for life in lives if life.settings.role == "sample"]
+        for life in lives:
+            if life.settings.role == "train":
+                life.actor.send_to.remote(next(self._introductions), replicas)
 
 
 class _ActorLife:
@@ -92,60 +141,79 @@ class _ActorLife:
     def __init__(self, bridge: Bridge, order: Order, cluster: Cluster) -> None:
         self._bridge = bridge
         self._number = order.life
-        self._settings = msgspec.json.decode(order.settings, type=WorkerSettings)
-        base_model, place = self._settings.base_model, self._settings.place
+        self._cluster = cluster
+        self._is_killed = False
+        self.settings = msgspec.json.decode(order.settings, type=WorkerSettings)
+        base_model, place = self.settings.base_model, self.settings.place
         self._whose = f"{base_model}, {place}" if place else base_model
         trainer = f"{base_model}/train"
-        name = {"name": trainer} if self._settings.role == "train" else {}
+        name = {"name": trainer} if self.settings.role == "train" else {}
         actor = ray.remote(WorkerActor).options(
             max_restarts=0, runtime_env={"env_vars": WORKER_ENVIRONMENT}, **name, **cluster.options(base_model, place)
         )
-        self._actor: Any = actor.remote(bytes(order.settings), trainer)
+        self.actor: Any = actor.remote(bytes(order.settings), trainer, cluster.member_options(base_model, place))
         self._task = asyncio.create_task(self._live())
 
     def obey(self, order: Order) -> None:
         if order.do == "kill":
+            self._is_killed = True
             self._kill()
         else:
-            getattr(self._actor, order.do).remote()
+            getattr(self.actor, order.do).remote()
 
     async def _live(self) -> None:
         status = UNSEEN
         try:
             status = await self._work()
         except RayError as error:
-            log.error("The actor of %s is lost: %s", self._whose, " ".join(str(error).split()))
-            self._say(Message(failed=f"its actor is gone: {_reason(error)}"))
+            if not self._is_killed:
+                log.error("The actor of %s is lost: %s", self._whose, " ".join(str(error).split()))
+            self._say(Message(failed=f"its actor is gone: {reason(error)}"))
         except Exception:
             log.exception("The actor of %s is lost.", self._whose)
         finally:
             self._kill()
+            self._cluster.release(self.settings.base_model, self.settings.place)
             self._bridge.tell(Report(life=self._number, ended=status))
             self._bridge.is_over(self._number)
 
     async def _work(self) -> int:
-        begun: Begun = await self._patiently(self._actor.begin.remote())
+        begun: Begun = await self._patiently(self.actor.begin.remote())
         self._say(Message(where=begun.where, process=begun.process))
         if begun.version != __version__:
-            text = f"Tinsmith is of version {begun.version} on {begun.where} and {__version__} here; install the same"
-            self._say(Message(failed=text, is_final=True))
+            self._say(Message(failed=other_version(begun.version, begun.where), is_final=True))
             return 1
+        return await self._followed()
+
+    async def _followed(self) -> int:
+        """To its end: the status."""
+        dying_with: int | None = None
         while True:
-            heard: Heard = await self._actor.heard.remote()
+            try:
+                heard: Heard = await self.actor.heard.remote()
+            except RayError:
+                if dying_with is None:
+                    raise
+                return dying_with
             for line in heard.log_lines:
                 sys.stderr.write(line)
             sys.stderr.flush()
             if heard.messages:
                 raw = [msgspec.Raw(message) for message in heard.messages]
                 self._bridge.tell(Report(life=self._number, messages=raw))
-            if heard.status is not None:
+            if heard.is_dying:
+                dying_with = heard.status
+            elif heard.status is not None:
                 return heard.status
 
     async def _patiently(self, begun: Awaitable[Begun]) -> Begun:
         """Says what is waited for: a node may have gone, and its bundle wait for another."""
-        waiting = asyncio.ensure_future(begun)
+        waiting, has_logged = asyncio.ensure_future(begun), False
         while not (await asyncio.wait({waiting}, timeout=TELL_SECONDS))[0]:
             self._say(Message(held_up="a worker waits for room on the Ray cluster, or for its process to start there"))
+            if not has_logged:
+                log.warning("%s waits for room on the Ray cluster, or for its process to start there.", self._whose)
+            has_logged = True
         return waiting.result()
 
     def _say(self, message: Message) -> None:
@@ -153,12 +221,7 @@ class _ActorLife:
 
     def _kill(self) -> None:
         with contextlib.suppress(Exception):  # it is gone already, or the cluster is
-            ray.kill(self._actor)
-
-
-def _reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
+            ray.kill(self.actor)
 
 
 if __name__ == "__main__":

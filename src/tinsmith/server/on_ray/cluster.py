@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections import defaultdict
 from typing import Any
 
 import ray
 from ray.exceptions import AuthenticationError
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tinsmith.server.on_ray.messages import ClusterSettings
@@ -20,10 +26,14 @@ from tinsmith.server.on_ray.refusals import (
     check_room,
     check_state,
     check_version,
+    only_here,
+    only_kind,
     said,
+    same_kind,
     uses_gpus,
 )
 
+FIRST_REPLICA = "sample-0"
 CONNECT_SECONDS = 10.0
 PLACE_SECONDS = 60.0
 """For others to make room, such as the workers of a server that was stopped just before this one."""
@@ -37,28 +47,57 @@ class Cluster:
         self._nodes = {node["NodeID"]: Node(node["Resources"]) for node in ray.nodes() if node["Alive"]}
         check_state(settings.kept_here, self._nodes.values())
         self._uses_gpus = uses_gpus(settings.device, self._nodes.values())
-        self._bundles = {(seat.base_model, seat.place): bundle(seat, self._uses_gpus) for seat in settings.seats}
-        check_room(list(self._bundles.values()), list(self._nodes.values()))
+        where = only_kind(self._nodes.values()) if self._uses_gpus else {}
+        if settings.kept_here:
+            where |= only_here(self._nodes[ray.get_runtime_context().get_node_id()])
+        self._bundles = {
+            (seat.base_model, seat.place): {**bundle(seat, self._uses_gpus), **where} for seat in settings.seats
+        }
+        self._sizes = {(seat.base_model, seat.place): seat.processes for seat in settings.seats}
+        check_room([each for seat in self._bundles for each in self._bundles_of(seat)], list(self._nodes.values()))
         self._groups = self._placed()
+        self._later: dict[tuple[str, str], PlacementGroup] = {}
 
-    def options(self, base_model: str, place: str) -> dict[str, Any]:
-        """Where the actor of this worker goes."""
-        group, index = self._groups[base_model, place]
-        needed = self._bundles[base_model, place]
+    def member_options(self, base_model: str, place: str) -> list[dict[str, Any]]:
+        """Where those go that share the training of this worker, by their ranks."""
+        return [self.options(base_model, place, rank) for rank in range(1, self._sizes.get((base_model, place), 1))]
+
+    def options(self, base_model: str, place: str, rank: int = 0) -> dict[str, Any]:
+        """Where the actor of this worker goes. A replica that came later has a group of its own, as soon as there is
+        room: until then its actor waits, and a cluster that can grow knows for what."""
+        group, index = self._groups.get((base_model, place)) or self._added(base_model, place)
+        needed = self._bundles.get((base_model, place)) or self._bundles[base_model, FIRST_REPLICA]
         return {
             "num_cpus": needed["CPU"],
             "num_gpus": needed.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index + rank),
         }
 
+    def release(self, base_model: str, place: str) -> None:
+        """The actor has ended: the room of a replica that came later is for others."""
+        if (group := self._later.pop((base_model, place), None)) is not None:
+            with contextlib.suppress(Exception):  # the cluster is gone, and the group with it
+                remove_placement_group(group)
+
+    def _added(self, base_model: str, place: str) -> tuple[PlacementGroup, int]:
+        needed = self._bundles[base_model, FIRST_REPLICA]
+        first, _ = self._groups[base_model, FIRST_REPLICA]
+        same = same_kind(self._nodes_of(first)) if self._uses_gpus else {}
+        group = self._later[base_model, place] = placement_group([{**needed, **same}], strategy="PACK")
+        return group, 0
+
     def _placed(self) -> dict[tuple[str, str], tuple[PlacementGroup, int]]:
-        """A group for each base model, with a bundle for each of its workers."""
+        """A group for each base model, with a bundle for each process of its workers; where the first of each is."""
         seats: defaultdict[str, list[str]] = defaultdict(list)
         for base_model, place in self._bundles:
             seats[base_model].append(place)
         placed = {}
         for base_model, places in seats.items():
-            bundles = [self._bundles[base_model, place] for place in places]
+            firsts: list[int] = []
+            bundles: list[dict[str, float]] = []
+            for place in places:
+                firsts.append(len(bundles))
+                bundles += self._bundles_of((base_model, place))
             group = placement_group(bundles, strategy="PACK")
             if not group.wait(PLACE_SECONDS):
                 raise RefusedError(
@@ -67,13 +106,19 @@ class Cluster:
                     "work there, add nodes, or ask for less with --sample-workers, --train-workers or --worker-cpus."
                 )
             self._check_kinds(base_model, group)
-            placed.update({(base_model, place): (group, index) for index, place in enumerate(places)})
+            placed.update({(base_model, place): (group, first) for place, first in zip(places, firsts, strict=True)})
         return placed
+
+    def _bundles_of(self, seat: tuple[str, str]) -> list[dict[str, float]]:
+        return [self._bundles[seat]] * self._sizes[seat]
 
     def _check_kinds(self, base_model: str, group: PlacementGroup) -> None:
         if self._uses_gpus:
-            where = placement_group_table(group)["bundles_to_node_id"].values()
-            check_kinds(base_model, [self._nodes[node_id] for node_id in where if node_id in self._nodes])
+            check_kinds(base_model, self._nodes_of(group))
+
+    def _nodes_of(self, group: PlacementGroup) -> list[Node]:
+        where = placement_group_table(group)["bundles_to_node_id"].values()
+        return [self._nodes[node_id] for node_id in where if node_id in self._nodes]
 
 
 def _connect(address: str, namespace: str) -> None:
@@ -88,7 +133,7 @@ def _connect(address: str, namespace: str) -> None:
                 "or correct --ray."
             ) from error
     try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="warning")
+        ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (AuthenticationError, ConnectionError, OSError, ValueError) as error:  # a wrong token is told as any of them
         raise RefusedError(
             f"The Ray cluster at {address} cannot be joined: {_first_line(error)} Start Ray on this machine, with "

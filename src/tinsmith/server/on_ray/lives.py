@@ -33,7 +33,7 @@ class RayLives(Lives):
         self._settings = ClusterSettings(
             address=config.ray,
             seats=tuple(
-                Seat(base_model=base_model, place=place, cpus=config.worker_cpus * processes, processes=processes)
+                Seat(base_model=base_model, place=place, cpus=config.worker_cpus, processes=processes)
                 for base_model, those in places.items()
                 for place, processes in those.items()
             ),
@@ -69,8 +69,9 @@ class RayLives(Lives):
 
 
 def _kept_here(config: ServerConfig) -> str:
-    here = {"the database (give a PostgreSQL URL with --database)": not config.database}
-    here["the checkpoints (give a URL with --storage)"] = not config.storage
+    database, storage = config.database.partition(":")[0], config.storage.partition(":")[0]
+    here = {"the database (give a PostgreSQL URL with --database)": not database.startswith("postgres")}
+    here["the checkpoints (give the URL of a bucket with --storage)"] = storage in ("", "memory")
     return " and ".join(what for what, is_here in here.items() if is_here)
 
 

@@ -11,13 +11,14 @@ from tinsmith.server.logs import LogFormat, LogLevel
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
-    """Room for one worker, on one machine."""
+    """Room for one worker."""
 
     base_model: str
     place: str
     cpus: int
+    """For each process, which also has a GPU of its own, where there are GPUs."""
     processes: int
-    """Each has a GPU of its own, where there are GPUs."""
+    """The worker, and those who share its training; each may be on another machine."""
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,6 +12,9 @@ from tinsmith.server.on_ray.messages import Seat
 
 OLDEST_RAY = (2, 55)
 _KIND = "accelerator_type:"
+_NODE = "node:"
+_A_LITTLE = 0.001
+"""Of what a node has one of, so that many can have some."""
 
 
 class RefusedError(Exception):
@@ -36,6 +39,16 @@ def check_version(installed: str) -> None:
         )
 
 
+def other_version(version: str, where: str) -> str:
+    return f"Tinsmith is of version {version} on {where} and {__version__} here; install the same"
+
+
+def reason(error: Exception) -> str:
+    """What is wrong in an error of Ray's, which tells much more."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1].rstrip(".") if lines else type(error).__name__
+
+
 def check_kinds(base_model: str, nodes: Iterable[Node]) -> None:
     """Refuses GPUs of different kinds for the workers of one base model, which would be on these nodes."""
     kinds = {kind for node in nodes for kind in node.gpu_kinds}
@@ -45,6 +58,22 @@ def check_kinds(base_model: str, nodes: Iterable[Node]) -> None:
             "round differently: the same seed would give other samples on each. Start Ray on nodes of one kind, or ask "
             "for fewer workers, so that they fit there."
         )
+
+
+def same_kind(nodes: Iterable[Node]) -> dict[str, float]:
+    """What a bundle asks for besides, so that its GPUs are of the kind of these nodes: Ray counts kinds by nodes."""
+    return {f"{_KIND}{kind}": _A_LITTLE for node in nodes for kind in node.gpu_kinds}
+
+
+def only_kind(nodes: Iterable[Node]) -> dict[str, float]:
+    """The same for those of the first: if all GPUs are of one kind, nobody moves to another that is added later."""
+    asked = same_kind(nodes)
+    return asked if len(asked) == 1 else {}
+
+
+def only_here(node: Node) -> dict[str, float]:
+    """What a bundle asks for besides, so that it stays on this node, also if others are added later."""
+    return {name: _A_LITTLE for name in node.resources if name.startswith(_NODE) and not name.endswith("__")}
 
 
 def check_state(kept_here: str, nodes: Collection[Node]) -> None:
@@ -60,8 +89,8 @@ def uses_gpus(device: str, nodes: Iterable[Node]) -> bool:
 
 
 def bundle(seat: Seat, uses_gpus: bool) -> dict[str, float]:
-    """What a worker needs of one node."""
-    return {"CPU": seat.cpus, **({"GPU": seat.processes} if uses_gpus else {})}
+    """What each process of a worker needs of one node."""
+    return {"CPU": seat.cpus, **({"GPU": 1} if uses_gpus else {})}
 
 
 def check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Node]) -> None:
@@ -72,9 +101,11 @@ def check_room(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Node]) ->
     for needed in bundles:
         if not any(all(node.resources.get(name, 0) >= amount for name, amount in needed.items()) for node in nodes):
             largest = [{name: max(node.resources.get(name, 0) for node in nodes) for name in needed}]
+            has_gpus = largest[0].get("GPU", 1) >= 1
+            remedy = "larger nodes, or ask for less with --worker-cpus" if has_gpus else "GPUs, or take --device cpu"
             raise RefusedError(
                 f"A worker needs {said([needed])} on one node, and no node of the Ray cluster has that; the most on "
-                f"one is {said(largest)}. Add larger nodes, or ask for less with --train-workers or --worker-cpus."
+                f"one is {said(largest)}. Add {remedy}."
             )
     for name in ("GPU", "CPU"):
         asked = sum(needed.get(name, 0) for needed in bundles)

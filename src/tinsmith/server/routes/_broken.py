@@ -1,8 +1,8 @@
 """Which operation a training request was meant to be whose body cannot be read, or is too large to be read.
 
 The client has used up a number for it. Unless the server does so too, every later operation of the model waits for it.
-Official clients write the model and the number first, so the beginning of a body tells them. Where they come last, or
-cannot be made out, those who wait are told which number is missing.
+Official clients write the model and the number first, and so does ours: the beginning of a body tells them. Where they
+come last, or cannot be made out, those who wait are told which number is missing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tinsmith.server.openai.places import Places
 
 M = TypeVar("M", bound=Model)
+E = TypeVar("E", bound=Exception)
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -64,6 +65,9 @@ _PIECE_BYTES = 1024
 """Inflated at a time: even if every block in it were as small and its content as large as can be, that is 32 MiB."""
 
 
+_BEGINNING_BYTES = 2**17 + 1024
+"""Kept of a body that is too large: nothing is to be had of a zstd frame before its first block is whole."""
+
 _LARGE_JSON_BYTES = 2**20
 _JSON_GROWTH = 8
 """So many times larger than its text is what JSON is decoded to, as long as it is good for anything."""
@@ -77,6 +81,19 @@ ASK_AGAIN_SECONDS = 1.0
 def status_error(status: int, detail: str) -> APIStatusError:
     """The error that becomes an answer with this status."""
     return status_error_class(status)(detail, ResponseSummary(status, {}))
+
+
+def forget_way(error: E) -> E:
+    """The error, for whoever keeps it or is done with it, without the functions that it has passed.
+
+    One of them often holds the error in turn, or what is waiting for it. Such a circle would live on, with the body of
+    the request and all that was decoded of it, until the next look for rubbish, which is a minute away.
+    """
+    earlier: BaseException | None = error
+    while earlier is not None and earlier.__traceback__ is not None:  # errors may be the causes of each other
+        earlier.__traceback__ = None
+        earlier = earlier.__cause__ or earlier.__context__
+    return error
 
 
 class TooLargeError(APIStatusError):
@@ -115,8 +132,6 @@ class Services:
     paperwork: Paperwork
     logged_metrics: Paperwork
     """Apart, so that whoever logs a lot can still open sessions; what is logged is thinned every minute."""
-    making_models: defaultdict[str, asyncio.Lock]
-    """By owner."""
     refusals: Counter[str]
     """How often a limit was the reason to refuse, by its name."""
     storing: Executor
@@ -276,7 +291,7 @@ class Call:
         """The first bytes of a body that is too large, unpacked; none where they are not to be had."""
         begun = too_large.begun
         if not begun and "expect" not in self.request.headers:
-            begun = await _first_piece(self.request)
+            begun = await _first_bytes(self.request)
         if self.request.headers.get("content-encoding", "identity").strip().lower() == "zstd":
             return _first_inflated(begun)
         return begun
@@ -357,7 +372,8 @@ async def _read(request: Request, limit: int, memory: HeldMemory) -> bytes:
         async with paced() as have_passed:
             async for piece in stream:
                 if len(body) + len(piece) > limit:
-                    raise TooLargeError(_too_large(len(body) + len(piece), limit), bytes(body or piece)[:_PIECE_BYTES])
+                    begun = bytes(body[:_BEGINNING_BYTES] + piece[:_BEGINNING_BYTES])
+                    raise TooLargeError(_too_large(len(body) + len(piece), limit), begun)
                 memory.grow(0 if expected else len(piece))
                 body += piece
                 have_passed(len(piece))
@@ -372,19 +388,23 @@ def _too_large(size: int, limit: int) -> str:
     return f"The body has {size:,} bytes or more; at most {limit:,} are accepted. Send it in parts."
 
 
-async def _first_piece(request: Request) -> bytes:
+async def _first_bytes(request: Request) -> bytes:
+    begun = bytearray()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_PIECE_SECONDS):
             async for piece in request.stream():
-                return piece[:_PIECE_BYTES]
-    return b""
+                begun += piece
+                if len(begun) >= _BEGINNING_BYTES:
+                    break
+    return bytes(begun)
 
 
 def _first_inflated(begun: bytes) -> bytes:
+    """No more than is needed, whatever the rest would unpack to."""
     import zstandard
 
     try:
-        return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).decompressobj().decompress(begun)
+        return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(begun).read(_PIECE_BYTES)
     except zstandard.ZstdError:
         return b""
 
@@ -401,7 +421,7 @@ def _inflated(body: bytes, limit: int, memory: HeldMemory) -> bytes:
             position += _PIECE_BYTES
             if len(content) + len(piece) > limit:
                 message = f"The body inflates to more than {limit:,} bytes. Send it in parts."
-                raise TooLargeError(message, body[:_PIECE_BYTES])
+                raise TooLargeError(message, body[:_BEGINNING_BYTES])
             memory.grow(len(piece))
             content += piece
     except zstandard.ZstdError as error:

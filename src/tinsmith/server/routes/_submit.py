@@ -14,7 +14,7 @@ from tinsmith.server import audit, logs
 from tinsmith.server.checks import check_base_model, refuse
 from tinsmith.server.models import ModelFacts
 from tinsmith.server.reasons import reason
-from tinsmith.server.routes._call import Call, parse_json, reply, shortened, status_error
+from tinsmith.server.routes._call import Call, forget_way, parse_json, reply, shortened, status_error
 from tinsmith.server.routes._found import model_named
 from tinsmith.server.store import ids
 from tinsmith.server.store.records import Done, Enqueued, Failed, JobKind, Model, NewJob, NewModel, Submission
@@ -38,7 +38,7 @@ async def accept(
     """Queue the job, or record why it was refused. `model` is what it creates, `sample` what is to be drawn."""
     logs.about(session_id=job.session_id, model_id=job.model_id)
     if refusal is not None:
-        call.services.count_refusal(refusal)
+        call.services.count_refusal(forget_way(refusal))
         failed = Failed(error=shortened(refusal.message), category="user", reason=reason(refusal))
         return await settle(call, job, failed)
     if call.caller.key is not None:
@@ -46,7 +46,8 @@ async def accept(
     async with call.services.backlog.admitted(job):
         event = audit.submitted(call, job)
         if sample is None:
-            enqueued = await _enqueue(call, Submission(job=job, model=model, event=event))
+            most = call.services.config.max_models
+            enqueued = await _enqueue(call, Submission(job=job, model=model, most_models=most, event=event))
         else:
             job = msgspec.structs.replace(job, replica=call.services.workers.choose_replica(job, sample))
             enqueued = await _enqueue_sample(call, Submission(job=job, event=event))

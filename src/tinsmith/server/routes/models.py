@@ -13,6 +13,7 @@ from tinsmith.server.routes._call import Call, Endpoint, reply
 from tinsmith.server.routes._found import model_named, open_session
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, numbered_body, text_field
 from tinsmith.server.store import ids
+from tinsmith.server.store.models import TooManyModelsError
 from tinsmith.server.store.records import Lora, Model, NewJob, NewModel
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -51,7 +52,7 @@ async def create_model(call: Call) -> Response:
     return await accept_model(call, job, model)
 
 
-class TooManyModelsError(InvalidInputError):
+class NoMoreModelsError(InvalidInputError):
     """Not an answer to come again: an owner's models become fewer in days, and no client waits for that."""
 
     limit = "models"
@@ -66,21 +67,11 @@ class TooManyModelsError(InvalidInputError):
 
 
 async def accept_model(call: Call, job: NewJob, model: NewModel) -> Response:
-    """One at a time of each owner: requests in the same moment would pass the limit together."""
-    async with call.services.making_models[call.owner]:
-        try:
-            await _check_room(call, model.model_id)
-        except InvalidInputError as refusal:
-            return acknowledged(await accept(call, job, refusal))
+    try:
         return acknowledged(await accept(call, job, model=model))
-
-
-async def _check_room(call: Call, model_id: str) -> None:
-    most = call.services.config.max_models
-    if await call.stored(call.store.models.count, call.owner) < most:
-        return
-    if await call.stored(call.store.models.get, model_id, call.owner) is None:  # the request may be a repeated one
-        raise TooManyModelsError(most, call.services.config.idle_seconds)
+    except TooManyModelsError:
+        config = call.services.config
+        return acknowledged(await accept(call, job, NoMoreModelsError(config.max_models, config.idle_seconds)))
 
 
 def _complete(request: CreateModelRequest) -> CreateModelRequest:

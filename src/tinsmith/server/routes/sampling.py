@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checks import MAX_SAMPLES, check_base_model, check_base_of, check_sampler, check_sampling, refuse
-from tinsmith.server.routes._call import Call, Endpoint, parse_json, reply, reply_plain, status_error
+from tinsmith.server.routes._call import Call, Endpoint, forget_way, parse_json, reply, reply_plain, status_error
 from tinsmith.server.routes._found import checkpoint_at, open_session, sampler_named
 from tinsmith.server.routes._submit import accept, acknowledged, number_field, object_in, text_field
 from tinsmith.server.store.records import Checkpoint, NewJob, NewSampler
@@ -126,7 +126,7 @@ def _read(body: bytes) -> _Arrived:
     try:
         return _Arrived(fields, SampleRequest.from_builtins(fields))
     except InvalidInputError as error:
-        return _Arrived(fields, error)
+        return _Arrived(fields, forget_way(error))
 
 
 ENDPOINTS = (

@@ -108,10 +108,10 @@ async def readyz(call: Call) -> Response:
 
 
 def _why_not(workers: Workers, base_model: str) -> str | None:
-    if not workers.is_ready(base_model):
-        return workers.problem(base_model) or f"The base model {base_model!r} is still being loaded."
-    held_up = workers.held_up(base_model)
-    return held_up and f"The base model {base_model!r} waits: {held_up}."
+    problem, held_up = workers.problem(base_model), workers.held_up(base_model)
+    if problem is None and held_up is not None:
+        return f"The base model {base_model!r} waits: {held_up}."
+    return None if workers.is_ready(base_model) else problem or f"The base model {base_model!r} is still being loaded."
 
 
 ENDPOINTS = (

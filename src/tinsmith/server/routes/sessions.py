@@ -202,7 +202,8 @@ def _query(request: SessionSearchRequest, caller: str) -> SessionQuery:
 
 
 def _check_breadth(request: SessionSearchRequest) -> None:
-    """Every condition makes the database's query longer, and that has a limit."""
+    """Every condition makes the database's query longer, and that has a limit; so have patterns, and all names."""
+    check_text("display_name", request.display_name)
     parts = {
         "project_ids": request.project_ids or (),
         "statuses": request.statuses or (),

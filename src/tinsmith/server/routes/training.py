@@ -10,7 +10,16 @@ from starlette.responses import Response
 from tinsmith.errors import APIStatusError, InvalidInputError
 from tinsmith.server.checks import CustomInput, check_custom_loss, check_step, check_training, refuse
 from tinsmith.server.routes._broken import meant_by
-from tinsmith.server.routes._call import JSON, PROTOBUF, Call, Endpoint, TooLargeError, parse_json, status_error
+from tinsmith.server.routes._call import (
+    JSON,
+    PROTOBUF,
+    Call,
+    Endpoint,
+    TooLargeError,
+    forget_way,
+    parse_json,
+    status_error,
+)
 from tinsmith.server.routes._found import model_named, open_session
 from tinsmith.server.routes._submit import (
     accept,
@@ -114,7 +123,7 @@ def _wrong(body: bytes, error: InvalidInputError) -> Arrived:
         return _unreadable(body, status_error(400, error.message))
     if not model_id or seq_id < 1:
         raise status_error(422, error.message)
-    return Arrived(model_id, seq_id, error, b"")
+    return Arrived(model_id, seq_id, forget_way(error), b"")
 
 
 def _unreadable(beginning: bytes, error: APIStatusError) -> Arrived:
@@ -143,7 +152,7 @@ def _from_fields(body: bytes, cls: type[ForwardBackwardRequest] | type[ForwardRe
             examples.data, examples.loss_fn, examples.loss_fn_config, forward_only=forward_only
         )
     except InvalidInputError as error:
-        return Arrived(model_id, seq_id, error, b"")
+        return Arrived(model_id, seq_id, forget_way(error), b"")
     return Arrived(model_id, seq_id, examples, prepared.finish(model_id, seq_id))
 
 

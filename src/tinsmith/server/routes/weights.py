@@ -167,7 +167,7 @@ async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
         raise refuse("path", f"{request.path} cannot be trained on: load a checkpoint made with save_state")
     found = await find_checkpoint(call, key, request.weights_access_token)
     if found is None:
-        raise refuse("path", f"{request.path} does not exist", request.path)
+        raise InvalidInputError(f"There is no checkpoint {request.path}.", field="path", value=request.path)
     return found
 
 

@@ -7,11 +7,13 @@ transaction each; what comes out are frozen records. What belongs to somebody is
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime
 
 from sqlalchemy.exc import OperationalError as StoreUnavailableError
 
 from tinsmith.server.store.audit import Audit
+from tinsmith.server.store.bulletin import Bulletin
 from tinsmith.server.store.checkpoints import Checkpoints
 from tinsmith.server.store.curves import Curves
 from tinsmith.server.store.database import Database, utc_now
@@ -19,8 +21,10 @@ from tinsmith.server.store.forgetting import forget_sessions
 from tinsmith.server.store.identity import Identity
 from tinsmith.server.store.jobs import Jobs
 from tinsmith.server.store.keys import LOCAL_OWNER, Keys
+from tinsmith.server.store.leading import Lead
 from tinsmith.server.store.models import Models
 from tinsmith.server.store.recent_samples import RecentSamples
+from tinsmith.server.store.relay import Relay
 from tinsmith.server.store.results import Results
 from tinsmith.server.store.samplers import Losses, Samplers
 from tinsmith.server.store.sessions import Sessions
@@ -36,12 +40,15 @@ class Store:
 
     def __init__(self, url: str, *, now: Callable[[], datetime] = utc_now) -> None:
         self._database = Database(url, now)
-        self.identity = Identity(self._database)
+        self.lead = Lead(self._database)
+        self.identity = Identity(self._database, self.lead)
+        self.bulletin = Bulletin(self._database)
+        self.relay = Relay(self._database)
         self.sessions = Sessions(self._database)
         self.models = Models(self._database)
         self.samplers = Samplers(self._database)
         self.losses = Losses(self._database)
-        self.jobs = Jobs(self._database)
+        self.jobs = Jobs(self._database, self.lead)
         self.results = Results(self._database)
         self.checkpoints = Checkpoints(self._database)
         self.curves = Curves(self._database)
@@ -52,6 +59,10 @@ class Store:
     def forget_sessions(self, idle_since: datetime) -> int:
         """Remove sessions that ended before that time and of which nothing is left; gives back how many."""
         return forget_sessions(self._database, idle_since)
+
+    def alone(self, name: str) -> AbstractContextManager[None]:
+        """With PostgreSQL: of all who come here with this name, on whatever machine, one at a time."""
+        return self._database.alone(name)
 
     def begin_reserve(self) -> None:
         """Keep some room on the disk from now on, so that deletions and revocations fit when it is full."""
@@ -64,4 +75,5 @@ class Store:
             self._database.reserve.fill()
 
     def close(self) -> None:
+        self.lead.close()
         self._database.close()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -18,7 +19,7 @@ from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects import sqlite as sqlite_dialect
 
 from tinsmith.errors import ConfigError, InvalidInputError, MissingExtraError
-from tinsmith.server.store import schema
+from tinsmith.server.store import postgres, schema
 from tinsmith.server.store.reserve import Reserve, is_full
 
 T = TypeVar("T")
@@ -32,6 +33,7 @@ _FIRST_PAUSE_SECONDS = 0.0001
 _MAX_PAUSE_SECONDS = 0.002
 _ATTEMPTS = 5
 _COLLISIONS = {"40001", "40P01"}  # PostgreSQL's serialization failure and deadlock: nothing happened, try again
+_PAUSED_TOO_LONG = "25P03"  # PostgreSQL has ended the transaction of a process that was stopped for minutes
 _MIGRATION_LOCK = 0x74696E736D697468
 
 
@@ -146,6 +148,26 @@ class Database:
                     connection.exec_driver_sql("SET LOCAL synchronous_commit = off")
                 yield connection
 
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """With PostgreSQL: of all who come here with this name, on whatever machine, one at a time.
+
+        With SQLite all are on one machine, where locks are for those who need one. It keeps a connection, of which
+        there are few, and who is alone needs another to get anything done: so it is for a few threads only.
+        """
+        if self.is_sqlite:
+            yield
+            return
+        with _explained(), self.engine.connect() as connection, connection.begin():
+            self.one_at_a_time(connection, name)
+            yield
+
+    def one_at_a_time(self, connection: sa.Connection, name: str) -> None:
+        """Of all transactions that come here with this name, one, until it ends. With SQLite only one writes anyway."""
+        if not self.is_sqlite:
+            key = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big", signed=True)
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(key)))
+
     def _migrate(self) -> None:
         if self.read(_revision) != schema.REVISION:
             self.write(self._upgrade)
@@ -174,7 +196,10 @@ def _open(url: str) -> sa.Engine:
     }
     if parsed.get_backend_name() == "postgresql":
         # A server that was restarted leaves dead connections in the pool; they are found before they are used.
-        return sa.create_engine(parsed, pool_pre_ping=True, **options)
+        arguments = postgres.connect_arguments(parsed.query.keys())
+        engine = sa.create_engine(parsed, pool_pre_ping=True, connect_args=arguments, **options)
+        postgres.set_up(engine)
+        return engine
     make_private(Path(parsed.database or ""))
     engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_SECONDS}, **options)
     sa.event.listen(engine, "connect", _prepare_sqlite)
@@ -276,9 +301,11 @@ def _json(value: object) -> str:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Turn what the database cannot hold into an error about the value."""
+    """Turn what the database cannot hold into an error about the value, and every way of being away into one."""
     try:
         yield
+    except sa.exc.TimeoutError as error:  # all connections were in use for long
+        raise sa.exc.OperationalError(None, None, error) from error
     except (UnicodeEncodeError, OverflowError, sa.exc.StatementError) as error:
         cause = error.orig if isinstance(error, sa.exc.StatementError) else error
         if isinstance(cause, InvalidInputError):
@@ -287,4 +314,6 @@ def _explained() -> Iterator[None]:
             raise InvalidInputError(
                 f"The database cannot store a value: {cause}. Text must be Unicode without NUL, numbers fit 64 bits."
             ) from None
+        if isinstance(cause, Exception) and getattr(cause, "sqlstate", None) == _PAUSED_TOO_LONG:
+            raise sa.exc.OperationalError(None, None, cause) from error
         raise

@@ -1,7 +1,7 @@
-"""Which database this is, and which server uses it: one at a time, for two would run the same jobs.
+"""Which database this is, what it signs with, and which server has it for itself.
 
-A state folder of its own does not keep a server from the database of another one, so the database has a lock too: with
-SQLite a file beside it, with PostgreSQL a lock that the database holds for a connection.
+Two servers would run the same jobs. A state folder of its own does not keep a server from the database of another one,
+so the database has a lock too: with SQLite a file beside it, with PostgreSQL the lead (`leading.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import sqlalchemy as sa
 from filelock import FileLock, Timeout
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.store.database import Database
+from tinsmith.server.store.leading import Lead
 from tinsmith.server.store.schema import identity
 
 log = logging.getLogger(__name__)
@@ -27,18 +28,26 @@ WAIT_SECONDS = 10.0
 """For the lock of a server that has just been killed."""
 KEEP_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.1
-_SERVER_LOCK = 0x74696E736D697469
-# So that the database notices within a minute when the machine of a server is gone, and gives the lock to the next.
-_KEEPALIVE = ("tcp_keepalives_idle = 20", "tcp_keepalives_interval = 10", "tcp_keepalives_count = 4")
 
 
 class Identity:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, lead: Lead) -> None:
         self._database = database
+        self._lead = lead
 
     def database_id(self) -> str:
         """Made with the database. A copy has the same."""
         return str(self._database.read(lambda connection: connection.scalar(sa.select(identity.c.database_id))))
+
+    def secret(self, made: str) -> str:
+        """What was made here once, by whoever came first: from then on it stays."""
+        update = sa.update(identity).where(identity.c.secret.is_(None)).values(secret=made)
+
+        def write(connection: sa.Connection) -> str:
+            connection.execute(update)
+            return str(connection.scalar(sa.select(identity.c.secret)))
+
+        return self._database.write(write)
 
     @contextmanager
     def sole_use(self, user: str) -> Iterator[None]:
@@ -52,23 +61,23 @@ class Identity:
 
     @contextmanager
     def _sole_use_of_postgres(self, user: str) -> Iterator[None]:
-        lock = _AdvisoryLock(self._database.engine)
         end = time.monotonic() + WAIT_SECONDS
-        while not lock.take():
+        while not self._lead.take(user):
             if time.monotonic() > end:
-                raise _refusal(f"this database: {self._used_by()}")
+                raise in_use(
+                    f"this database: {self._lead.leader().name}", "give all of them the same --storage, to share it"
+                )
             time.sleep(_LOOK_AGAIN_SECONDS)
         try:
-            self._database.write(lambda connection: connection.execute(identity.update().values(used_by=user)))
-            with self._kept(lock, user):
+            with self._kept():
                 yield
         finally:
-            lock.release()
+            self._lead.give_up()
 
     @contextmanager
-    def _kept(self, lock: _AdvisoryLock, user: str) -> Iterator[None]:
+    def _kept(self) -> Iterator[None]:
         over = threading.Event()
-        thread = threading.Thread(target=self._keep, args=(lock, user, over), name="sole use", daemon=True)
+        thread = threading.Thread(target=self._keep, args=(over,), name="sole use", daemon=True)
         thread.start()
         try:
             yield
@@ -76,21 +85,17 @@ class Identity:
             over.set()
             thread.join(KEEP_SECONDS)  # it may be waiting for a database that is away
 
-    def _keep(self, lock: _AdvisoryLock, user: str, over: threading.Event) -> None:
-        """The lock ends with its connection. If another server came in between, this one's models are out of date."""
+    def _keep(self, over: threading.Event) -> None:
+        """If another server came in between, this one's models are out of date."""
         while not over.wait(KEEP_SECONDS):
             try:
-                lock.take()
-                other = self._used_by()
+                is_ours, leader = self._lead.is_ours(), self._lead.leader().name
             except sa.exc.SQLAlchemyError:  # it is away, as others will say; once it is back, the lock is taken again
                 continue
-            if other != user:
-                log.critical("Another server has begun to use this database, so this one stops: %s.", other)
+            if not is_ours:
+                log.critical("Another server has begun to use this database, so this one stops: %s.", leader)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-
-    def _used_by(self) -> str:
-        return str(self._database.read(lambda connection: connection.scalar(sa.select(identity.c.used_by))))
 
 
 @contextmanager
@@ -99,51 +104,14 @@ def _sole_use_of_file(file: str) -> Iterator[None]:
     try:
         lock.acquire(timeout=WAIT_SECONDS)
     except Timeout:
-        raise _refusal(f"the database {file}") from None
+        raise in_use(f"the database {file}", "share one in PostgreSQL, with the same --storage for all") from None
     try:
         yield
     finally:
         lock.release()
 
 
-def _refusal(what: str) -> ConfigError:
-    return ConfigError(f"Another server uses {what}. Stop it, or give each a database of its own, with --database.")
-
-
-class _AdvisoryLock:
-    """PostgreSQL keeps it for as long as the connection lasts, which therefore is not one of the pool."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
-        self._connection: sa.Connection | None = None
-
-    def take(self) -> bool:
-        """Whether it is ours now. May be asked again at any time, to take it once more if it was lost."""
-        if not self._is_held():
-            self.release()
-            self._connection = self._connect()
-        return self._connection is not None
-
-    def release(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-
-    def _is_held(self) -> bool:
-        try:
-            return self._connection is not None and self._connection.scalar(sa.select(1)) == 1
-        except sa.exc.SQLAlchemyError:
-            return False
-
-    def _connect(self) -> sa.Connection | None:
-        """A connection that holds the lock, if nobody else has one."""
-        connection = self._engine.connect().execution_options(isolation_level="AUTOCOMMIT")
-        connection.detach()
-        with ExitStack() as unless_locked:
-            unless_locked.callback(connection.close)
-            for setting in _KEEPALIVE:
-                connection.exec_driver_sql(f"SET {setting}")
-            if not connection.scalar(sa.select(sa.func.pg_try_advisory_lock(_SERVER_LOCK))):
-                return None
-            unless_locked.pop_all()
-        return connection
+def in_use(what: str, remedy: str) -> ConfigError:
+    return ConfigError(
+        f"Another server uses {what}. Stop it, give each a database of its own with --database, or {remedy}."
+    )

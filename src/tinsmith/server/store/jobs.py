@@ -15,7 +15,8 @@ from tinsmith.errors import InvalidInputError
 from tinsmith.server.store.audit import note
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.ids import stream_of
-from tinsmith.server.store.models import insert_model
+from tinsmith.server.store.leading import Lead
+from tinsmith.server.store.models import check_count, insert_model
 from tinsmith.server.store.outcomes import outcome_values, result_values
 from tinsmith.server.store.queue import Queue
 from tinsmith.server.store.recent_samples import add_samples
@@ -147,8 +148,9 @@ PLACE_END = "/"
 
 
 class Jobs:
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, lead: Lead) -> None:
         self._database = database
+        self._lead = lead
         self._queue = Queue(database)
         insert_turn = database.insert(turns)
         self._advance_turn = insert_turn.on_conflict_do_update(
@@ -179,11 +181,16 @@ class Jobs:
     def _add_all(self, connection: sa.Connection, submissions: Sequence[Submission]) -> list[Enqueued]:
         now = self._database.now()
         answers: dict[int, Enqueued] = {}
+        # Requests in the same moment, here or at another server, would pass the limit together. These are held before
+        # the rows of streams, and in the same order by all.
+        for owner in sorted({submission.model.owner for submission in submissions if submission.model is not None}):
+            self._database.one_at_a_time(connection, f"models of {owner}")
         # Sorted, so that two transactions lock the rows of their streams in the same order.
         for place, submission in sorted(enumerate(submissions), key=lambda item: item[1].job.stream):
             answers[place] = self._queue.add(connection, submission.job, submission.outcome, now)
             if submission.model is not None and answers[place].is_new:
                 insert_model(self._database, connection, submission.model, now)
+                check_count(connection, submission.model.owner, submission.most_models)
             if submission.event is not None and answers[place].is_new:
                 note(connection, submission.event, now)
         return [answers[place] for place in range(len(submissions))]
@@ -215,17 +222,22 @@ class Jobs:
         rooms: dict[Lane, tuple[int, int]] = {"train": (train, train_bytes), "sample": (sample, sample_bytes)}
         where = {"base_model": base_model, "replica": replica}
         # Looking takes no lock: a worker that looks in vain keeps nobody from submitting.
-        waiting = self._database.read(lambda connection: connection.scalars(_LANES, where).all())
+        waiting = self._database.read(lambda connection: self._waiting(connection, where))
         wanted = {lane: room for lane, room in rooms.items() if min(room) > 0 and lane in waiting}
         if not wanted:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
+            self._lead.check(connection)
             pick = _PICK if not without else _PICK.where(jobs.c.stream.not_in(without))
             claims = (self._claim(connection, where, worker, lane, *room, pick) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
         return self._database.write(write, durable=False)
+
+    def _waiting(self, connection: sa.Connection, where: Mapping[str, str]) -> Sequence[str]:
+        self._lead.check(connection)
+        return connection.scalars(_LANES, where).all()
 
     def _claim(
         self,
@@ -320,7 +332,12 @@ class Jobs:
     def begin(self, worker: str, request_ids: Collection[str]) -> None:
         """Count a try of jobs that this worker has claimed, before they can do it any harm."""
         values = {"begun": list(request_ids), "by": worker, "more": 1}
-        self._database.write(lambda connection: connection.execute(_BEGIN, values), durable=False)
+
+        def write(connection: sa.Connection) -> None:
+            self._lead.check(connection)
+            connection.execute(_BEGIN, values)
+
+        self._database.write(write, durable=False)
 
     def release(
         self, base_model: str, worker: str, begun: Collection[str], requests: Collection[str] | None = None
@@ -356,6 +373,7 @@ class Jobs:
         failed = Failed(error=error, category="server")
 
         def write(connection: sa.Connection) -> list[str]:
+            self._lead.check(connection)
             connection.execute(_FORGIVE, {"begun": list(forgiven)})
             given_up = dict.fromkeys(connection.scalars(hopeless), failed)
             return self._settle(connection, given_up, _RUNNING_ANYWHERE) + self._put_back(connection, lost)
@@ -368,6 +386,21 @@ class Jobs:
         cancelled = self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
         connection.execute(sa.update(jobs).where(which).values(state="queued", worker=None, started=None))
         return cancelled
+
+    def still_open(self, request_ids: Collection[str]) -> set[str]:
+        """Which of these have no outcome yet."""
+        found = set[str]()
+        asked = list(request_ids)
+        for some in (asked[first : first + _AT_ONCE] for first in range(0, len(asked), _AT_ONCE)):
+            query = sa.select(jobs.c.request_id).where(jobs.c.finished.is_(None), jobs.c.request_id.in_(some))
+            found.update(self._database.all(query, lambda row: str(row.request_id)))
+        return found
+
+    def is_busy(self, base_model: str, place: str) -> bool:
+        """Whether a worker in this place has claimed anything that is not done."""
+        mine = jobs.c.worker.startswith(f"{place}{PLACE_END}", autoescape=True)
+        query = sa.select(jobs.c.request_id).where(_RUNNING, jobs.c.base_model == base_model, mine).limit(1)
+        return self._database.first(query, lambda row: True) or False
 
     def strays(self, base_model: str, replicas: Collection[str]) -> list[Stray]:
         """Samples that wait for none of these replicas, the oldest of them: theirs is gone, or they never had one."""
@@ -387,6 +420,7 @@ class Jobs:
             by_replica.setdefault(replica, []).append(request_id)
 
         def write(connection: sa.Connection) -> set[str]:
+            self._lead.check(connection)
             dealt = set[str]()
             for replica, request_ids in sorted(by_replica.items()):
                 mine = sa.and_(_QUEUED, jobs.c.request_id.in_(request_ids))
@@ -402,6 +436,7 @@ class Jobs:
         failed = Failed(error=error, category="server")
 
         def write(connection: sa.Connection) -> list[str]:
+            self._lead.check(connection)
             some = connection.scalars(waiting.limit(_AT_ONCE)).all()
             return self._settle(connection, dict.fromkeys(some, failed), _UNFINISHED)
 

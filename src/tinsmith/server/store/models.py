@@ -8,6 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from tinsmith.errors import InvalidInputError
 from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.records import AccessScope, Lora, Model, NewModel, Page, SnapshotChange, Snapshots
 from tinsmith.server.store.schema import checkpoints, jobs, models, payloads, sessions, streams
@@ -46,12 +47,6 @@ class Models:
     def get(self, model_id: str, owner: str, scope: AccessScope = "owned") -> Model | None:
         query = _MODELS.where(models.c.model_id == model_id, visible(owner, scope, self._database.now()))
         return self._database.first(query, _model)
-
-    def count(self, owner: str) -> int:
-        """How many models of an owner can be worked on."""
-        mine = sa.and_(models.c.owner == owner, models.c.trainable, models.c.removed.is_(None))
-        query = sa.select(sa.func.count()).select_from(models).where(mine)
-        return self._database.read(lambda connection: connection.scalar(query) or 0)
 
     def kept(self) -> dict[str, int]:
         """How many models can be worked on, by base model."""
@@ -194,6 +189,18 @@ def insert_model(database: Database, connection: sa.Connection, model: NewModel,
         "created": now,
     }
     connection.execute(database.insert(models).on_conflict_do_nothing(), values)
+
+
+class TooManyModelsError(InvalidInputError):
+    """An owner has as many models as may be."""
+
+
+def check_count(connection: sa.Connection, owner: str, most: int | None) -> None:
+    """Of the models that can be worked on, the one included that was made just now."""
+    mine = sa.and_(models.c.owner == owner, models.c.trainable, models.c.removed.is_(None))
+    query = sa.select(sa.func.count()).select_from(models).where(mine)
+    if most is not None and (connection.scalar(query) or 0) > most:
+        raise TooManyModelsError(f"There are {most} models of this owner already.")
 
 
 def lora_values(lora: Lora) -> dict[str, Any]:

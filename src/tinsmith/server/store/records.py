@@ -213,6 +213,9 @@ class Submission(Record):
     model: NewModel | None = None
     """The model that this job creates."""
 
+    most_models: int | None = None
+    """With it, its owner has so many at most; else it is refused."""
+
     event: NewEvent | None = None
     """For the audit trail."""
 

@@ -29,7 +29,7 @@ _COMPLETIONS = (
         jobs.c.stream == sa.bindparam("sampler_id"),
         jobs.c.done_serial > sa.bindparam("cursor"),
         jobs.c.seq_id >= sa.bindparam("first"),
-        jobs.c.seq_id < sa.bindparam("first") + _CLONE,
+        jobs.c.seq_id < sa.bindparam("end"),
     )
     .order_by(jobs.c.done_serial)
     .limit(_PAGE)
@@ -61,7 +61,8 @@ class Results:
 
         The new cursor is `newest` of that moment, unless there is more than one answer holds.
         """
-        where = {"sampler_id": sampler_id, "cursor": cursor, "first": clone * _CLONE}
+        # Both ends are counted here: PostgreSQL would add up what fits 32 bits in as many, and the sum may not.
+        where = {"sampler_id": sampler_id, "cursor": cursor, "first": clone * _CLONE, "end": (clone + 1) * _CLONE}
 
         def read(connection: sa.Connection) -> tuple[int, Sequence[Row]]:
             # The newest serial is read first: all jobs up to it are then there to be seen.

@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0005"
+REVISION = "0006"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -47,7 +47,17 @@ identity = sa.Table(
     "identity",  # one row
     metadata,
     sa.Column("database_id", sa.Text, primary_key=True),  # also in the state folder that belongs to it
-    sa.Column("used_by", sa.Text),  # with PostgreSQL: the server that was the last to start
+    sa.Column("used_by", sa.Text),  # with PostgreSQL: the server that leads, or was the last to do so
+    sa.Column("secret", sa.Text),  # what tokens and URLs are signed with
+    sa.Column("storage", sa.Text, nullable=False, server_default=""),  # where the files of that server lie
+)
+
+bulletin = sa.Table(
+    "bulletin",  # with PostgreSQL: what the server that leads tells the others about its workers
+    metadata,
+    sa.Column("leader", sa.Text, primary_key=True),
+    sa.Column("number", sa.BigInteger, nullable=False),
+    sa.Column("content", sa.LargeBinary, nullable=False),
 )
 
 _ACTIVE = sa.text("state = 'active'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 import sqlalchemy as sa
@@ -123,25 +123,28 @@ class Sessions:
         values = {"state": "client_finished", "finish_reason": reason, "finish_detail": detail}
         return self._change(session_id, owner, sa.update(sessions).where(_ACTIVE).values(values), event)
 
-    def end_silent(self, heard_before: datetime) -> list[str]:
-        """The server ends the sessions whose clients were last heard of before that time; gives back their ids."""
-        silent = sa.and_(_ACTIVE, sessions.c.heartbeat < heard_before)
-        update = (
-            sa.update(sessions)
-            .where(silent)
-            .values(state="cancelled", finish_detail="Its client was not heard of any more.")
-            .returning(sessions.c.session_id, sessions.c.owner)
-        )
+    def heard(self) -> dict[str, datetime]:
+        """The last heartbeat of each session that is active, by the clock of the server that heard it."""
+        query = sa.select(sessions.c.session_id, sessions.c.heartbeat).where(_ACTIVE)
+        return dict(self._database.all(query, lambda row: (row.session_id, row.heartbeat)))
+
+    def end_silent(self, last_heard: Mapping[str, datetime]) -> list[str]:
+        """End these sessions, unless their clients were heard of again since; gives back the ids of those that did."""
+        values = {"state": "cancelled", "finish_detail": "Its client was not heard of any more."}
+        update = sa.update(sessions).where(_ACTIVE).values(values).returning(sessions.c.session_id, sessions.c.owner)
 
         def write(connection: sa.Connection) -> list[str]:
-            ended = connection.execute(update).all()
+            ended: list[Row] = []
+            for session_id, heartbeat in last_heard.items():
+                silent = sa.and_(sessions.c.session_id == session_id, sessions.c.heartbeat == heartbeat)
+                ended.extend(connection.execute(update.where(silent)).all())
             for row in ended:
                 details = {"session_id": row.session_id, "reason": "silence"}
                 event = NewEvent(owner=row.owner, event="session_end", details=details)
                 note(connection, event, self._database.now())
             return [row.session_id for row in ended]
 
-        return self._database.write(write)
+        return self._database.write(write) if last_heard else []
 
     def set_project(self, session_id: str, owner: str, project_id: str, event: NewEvent | None = None) -> bool:
         """False if there is no such session. To move it to where it is already is no event."""

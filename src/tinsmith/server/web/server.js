@@ -101,7 +101,7 @@ function makeWorker(worker) {
 }
 
 function updateWorker(row, worker) {
-  const state = worker.problem ?? (worker.is_ready ? "ready" : "loading");
+  const state = worker.problem ?? worker.held_up ?? (worker.is_ready ? "ready" : "loading");
   const place = worker.where ? ` on ${worker.where}` : "";
   const queue = worker.samples === null ? "" : `, ${count(worker.samples)} samples to draw`;
   fill(row, { about: `${state}${place}${queue}` });

@@ -23,7 +23,14 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     monkeypatch.setattr(attention, "FORWARD", Shape(32, 16, 4, 2))
     monkeypatch.setattr(attention, "QUERY_GRADIENTS", Shape(32, 16, 4, 2))
-    monkeypatch.setattr(attention, "KEY_GRADIENTS", Shape(16, 32, 4, 2))
+    monkeypatch.setattr(attention, "KEY_GRADIENTS", Shape(16, 16, 4, 2))
+
+
+@pytest.fixture(params=["kept", "again"])
+def scores(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the gradients of scores are kept, or computed once more for the queries."""
+    if request.param == "again":
+        monkeypatch.setattr(attention, "MAX_KEPT_BYTES", 0)
 
 
 def by_definition(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -39,6 +46,7 @@ def parts_of(heads: Tensor, num_q: int, num_kv: int) -> list[Tensor]:
     return [part.detach().requires_grad_() for part in heads.split([num_q, num_kv, num_kv], dim=1)]
 
 
+@pytest.mark.usefixtures("scores")
 @pytest.mark.parametrize("case", CASES)
 def test_output_and_gradients(case: str) -> None:
     lengths, num_q, num_kv, size = CASES[case]
@@ -58,6 +66,7 @@ def test_output_and_gradients(case: str) -> None:
         assert_near(mine.grad, reference.grad)
 
 
+@pytest.mark.usefixtures("scores")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter, about numbers that are none
 def test_a_sequence_that_is_no_number_does_not_reach_its_neighbours() -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
@@ -87,6 +96,20 @@ def test_a_row_does_not_depend_on_the_rest_of_the_batch() -> None:
         assert mine.grad is not None
         assert ours.grad is not None
         assert torch.equal(mine.grad, ours.grad[40:77])
+
+
+def test_gradients_are_the_same_whether_those_of_scores_are_kept_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    heads = normal(75, 8, 64 if DEVICE == "cuda" else 16, dtype=dtype)
+    found = []
+    for most in (attention.MAX_KEPT_BYTES, 0):
+        monkeypatch.setattr(attention, "MAX_KEPT_BYTES", most)
+        parts = parts_of(heads, 4, 2)
+        attention.attend(*parts, attention.Tiles([40, 35], torch.device(DEVICE))).square().sum().backward()
+        found.append([part.grad for part in parts])
+    for kept, again in zip(*found, strict=True):
+        # On a CPU the interpreter sums in another order.
+        assert torch.equal(kept, again) if DEVICE == "cuda" else torch.allclose(kept, again, atol=1e-5)
 
 
 def test_blocks_that_do_not_end_where_a_tile_begins_are_refused() -> None:

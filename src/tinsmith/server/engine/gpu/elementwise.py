@@ -25,16 +25,18 @@ _HEADS_BACK = 8
 
 
 def add_norm(
-    x: Tensor, delta: Tensor | None, weight: Tensor, eps: Tensor, dtype: torch.dtype
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: Tensor, dtype: torch.dtype, y: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """The norm is written to y, if that is given."""
     num_rows, width = x.shape
     total = x if delta is None else torch.empty_like(x)
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
+    if y is None:
+        y = torch.empty(x.shape, dtype=dtype, device=x.device)
     inverse = torch.empty((num_rows, 1), dtype=torch.float32, device=x.device)
     block, num_warps = _row_block(width)
     _add_norm[(num_rows,)](
-        x, delta, weight, eps, total, y, inverse, width, delta is not None, BLOCK=block, num_warps=num_warps,
-        **early(x.device),
+        x, delta, weight, eps, total, y, inverse, width, y.stride(0), delta is not None, BLOCK=block,
+        num_warps=num_warps, **early(x.device),
     )  # fmt: skip
     return total, y, inverse
 
@@ -42,15 +44,36 @@ def add_norm(
 def add_norm_backward(
     dx: Tensor | None, dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    num_rows, width = x.shape
     total = torch.empty_like(x)
     rounded = total if dtype == torch.float32 else torch.empty(x.shape, dtype=dtype, device=x.device)
-    block, num_warps = _row_block(width)
-    _add_norm_backward[(num_rows,)](
-        dx, dy.contiguous(), x, inverse, weight, total, rounded, width, dx is not None, dtype != torch.float32,
-        BLOCK=block, num_warps=num_warps,
-    )  # fmt: skip
+    _run_add_norm_backward(dx, dy, x, inverse, weight, total, None if rounded is total else rounded)
     return total, rounded
+
+
+def rounded_norm_gradient(
+    dx: Tensor | None, dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, rounded: Tensor
+) -> None:
+    """The same in the dtype of `rounded` alone, written there."""
+    _run_add_norm_backward(dx, dy, x, inverse, weight, None, rounded)
+
+
+def _run_add_norm_backward(
+    dx: Tensor | None,
+    dy: Tensor,
+    x: Tensor,
+    inverse: Tensor,
+    weight: Tensor,
+    total: Tensor | None,
+    rounded: Tensor | None,
+) -> None:
+    num_rows, width = x.shape
+    dy = dy if dy.stride(1) == 1 else dy.contiguous()
+    block, num_warps = _row_block(width)
+    strides = [0 if tensor is None else tensor.stride(0) for tensor in (dx, dy, rounded)]
+    _add_norm_backward[(num_rows,)](
+        dx, dy, x, inverse, weight, total, rounded, width, *strides, dx is not None, total is not None,
+        rounded is not None, BLOCK=block, num_warps=num_warps,
+    )  # fmt: skip
 
 
 def _row_block(width: int) -> tuple[int, int]:
@@ -61,8 +84,9 @@ def _row_block(width: int) -> tuple[int, int]:
 
 @triton.jit
 def _add_norm(
-    x, delta, weight, eps, total, y, inverse, width, has_delta: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-) -> Any:
+    x, delta, weight, eps, total, y, inverse, width, y_stride,
+    has_delta: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
+) -> Any:  # fmt: skip
     wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -75,13 +99,13 @@ def _add_norm(
     factor = tl.rsqrt(tl.sum(values * values) / width + tl.load(eps))
     tl.store(inverse + row, factor)
     weights = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + places, (values * factor * weights).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * y_stride + columns, (values * factor * weights).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _add_norm_backward(
-    dx, dy, x, inverse, weight, total, rounded, width,
-    has_dx: tl.constexpr, has_rounded: tl.constexpr, BLOCK: tl.constexpr
+    dx, dy, x, inverse, weight, total, rounded, width, dx_stride, dy_stride, rounded_stride,
+    has_dx: tl.constexpr, has_total: tl.constexpr, has_rounded: tl.constexpr, BLOCK: tl.constexpr
 ) -> Any:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -89,14 +113,15 @@ def _add_norm_backward(
     places = row * width + columns
     factor = tl.load(inverse + row)
     values = tl.load(x + places, mask=inside, other=0.0) * factor
-    gradient = tl.load(dy + places, mask=inside, other=0.0).to(tl.float32)
+    gradient = tl.load(dy + row * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)
     gradient *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     result = (gradient - values * (tl.sum(gradient * values) / width)) * factor
     if has_dx:
-        result += tl.load(dx + places, mask=inside, other=0.0)
-    tl.store(total + places, result, mask=inside)
+        result += tl.load(dx + row * dx_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    if has_total:
+        tl.store(total + places, result, mask=inside)
     if has_rounded:
-        tl.store(rounded + places, result.to(rounded.dtype.element_ty), mask=inside)
+        tl.store(rounded + row * rounded_stride + columns, result.to(rounded.dtype.element_ty), mask=inside)
 
 
 # --- heads: norm and rotary embedding --------------------------------------------------------------------------------
@@ -123,15 +148,18 @@ def turn_heads_backward(
     weight: Tensor | None,
     eps: Tensor,
     turn: tuple[Tensor, Tensor] | None,
+    gradient: Tensor | None = None,
 ) -> Tensor:
+    """Written to `gradient`, if that is given."""
     num_rows, num_heads, size = heads.shape
     dq, dk, dv = (with_whole_rows(part) for part in (dq, dk, dv))
-    gradient = torch.empty((num_rows, num_heads, size), dtype=heads.dtype, device=heads.device)
+    if gradient is None:
+        gradient = torch.empty((num_rows, num_heads, size), dtype=heads.dtype, device=heads.device)
     cos, sin = turn or (None, None)
     _turn_heads_backward[(num_rows, triton.cdiv(num_heads, _HEADS_BACK))](
         dq, dk, dv, heads, weight, eps, cos, sin, gradient, dq.shape[1], dk.shape[1], num_heads,
-        dq.stride(0), dk.stride(0), dv.stride(0), heads.stride(0), size // 2, weight is not None, turn is not None,
-        HEADS=_HEADS_BACK, HALF=triton.next_power_of_2(size // 2), num_warps=1,
+        dq.stride(0), dk.stride(0), dv.stride(0), heads.stride(0), gradient.stride(0), size // 2,
+        weight is not None, turn is not None, HEADS=_HEADS_BACK, HALF=triton.next_power_of_2(size // 2), num_warps=1,
     )  # fmt: skip
     return gradient
 
@@ -171,7 +199,7 @@ def _turn_heads(
 @triton.jit
 def _turn_heads_backward(
     dq, dk, dv, heads, weight, eps, cos, sin, gradient, num_q, num_kv, num_heads,
-    q_stride, k_stride, v_stride, stride, half,
+    q_stride, k_stride, v_stride, stride, gradient_stride, half,
     has_norm: tl.constexpr, has_turn: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr
 ) -> Any:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -214,7 +242,7 @@ def _turn_heads_backward(
         inner = (tl.sum(d1 * x1, axis=1) + tl.sum(d2 * x2, axis=1))[:, None] * factor * factor / size
         first = tl.where(is_turned, (d1 - x1 * inner) * factor, first)
         second = tl.where(is_turned, (d2 - x2 * inner) * factor, second)
-    out = gradient + row * num_heads * (2 * half) + places
+    out = gradient + row * gradient_stride + places
     tl.store(out, first.to(gradient.dtype.element_ty), mask=inside)
     tl.store(out + half, second.to(gradient.dtype.element_ty), mask=inside)
 
@@ -222,37 +250,48 @@ def _turn_heads_backward(
 # --- gated activation ------------------------------------------------------------------------------------------------
 
 
-def gated_silu(gate_up: Tensor) -> Tensor:
+def gated_silu(gate_up: Tensor, y: Tensor | None = None) -> Tensor:
+    """Written to y, if that is given."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    y = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if y is None:
+        y = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
     _gated_silu[(num_rows, triton.cdiv(width, _COLUMNS))](
-        gate_up, y, width, BLOCK=_COLUMNS, num_warps=4, **early(y.device)
+        gate_up, y, width, y.stride(0), BLOCK=_COLUMNS, num_warps=4, **early(y.device)
     )
     return y
 
 
 def gated_silu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    num_rows, width = dy.shape
     gradient = torch.empty_like(gate_up)
-    _gated_silu_backward[(num_rows, triton.cdiv(width, _COLUMNS))](
-        dy.contiguous(), gate_up, gradient, width, BLOCK=_COLUMNS, num_warps=4
-    )
+    _run_gated_silu_backward(dy.contiguous(), gate_up, gradient, again=False)
     return gradient
 
 
+def gated_silu_again(dy: Tensor, gate_up: Tensor, gradient: Tensor) -> None:
+    """The gradient is written to `gradient`, and the activation, which was not kept, takes the place of dy."""
+    _run_gated_silu_backward(dy, gate_up, gradient, again=True)
+
+
+def _run_gated_silu_backward(dy: Tensor, gate_up: Tensor, gradient: Tensor, *, again: bool) -> None:
+    num_rows, width = dy.shape
+    _gated_silu_backward[(num_rows, triton.cdiv(width, _COLUMNS))](
+        dy, gate_up, gradient, width, gradient.stride(0), again, BLOCK=_COLUMNS, num_warps=4
+    )
+
+
 @triton.jit
-def _gated_silu(gate_up, y, width, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> Any:
+def _gated_silu(gate_up, y, width, y_stride, BLOCK: tl.constexpr, EARLY: tl.constexpr) -> Any:
     wait_for_others(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
     gate = tl.load(gate_up + row * 2 * width + columns, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * width + width + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + row * width + columns, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=inside)
+    tl.store(y + row * y_stride + columns, (gate * tl.sigmoid(gate) * up).to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _gated_silu_backward(dy, gate_up, gradient, width, BLOCK: tl.constexpr) -> Any:
+def _gated_silu_backward(dy, gate_up, gradient, width, stride, again: tl.constexpr, BLOCK: tl.constexpr) -> Any:
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
@@ -261,6 +300,10 @@ def _gated_silu_backward(dy, gate_up, gradient, width, BLOCK: tl.constexpr) -> A
     up = tl.load(gate_up + places + width, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dy + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     share = tl.sigmoid(gate)
+    active = gate * share
     dgate = d * up * share * (1 + gate * (1 - share))
-    tl.store(gradient + places, dgate.to(gradient.dtype.element_ty), mask=inside)
-    tl.store(gradient + places + width, (d * gate * share).to(gradient.dtype.element_ty), mask=inside)
+    out = gradient + row * stride + columns
+    tl.store(out, dgate.to(gradient.dtype.element_ty), mask=inside)
+    tl.store(out + width, (d * active).to(gradient.dtype.element_ty), mask=inside)
+    if again:
+        tl.store(dy + row * width + columns, (active * up).to(dy.dtype.element_ty), mask=inside)

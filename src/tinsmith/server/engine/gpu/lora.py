@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,12 +31,22 @@ _COLUMNS = 128
 _MAX_WIDTH = 128
 """Of what a program makes of the ranks of all parts: more would not fit, and is left to other programs."""
 _MIN_RANK = 16  # of tl.dot
+_SUMMED_ROWS = 64
+"""Rows of a tile where columns are summed. Then, and where rows are summed, the long side of a product is that which
+tensor cores take 64 of at once; the ranks are few."""
+_MIN_WIDTH = 64
 _ENOUGH_PROGRAMS = 264
 """Two for each multiprocessor of a large GPU."""
+_ENOUGH_FOR_SUMS = 400
+"""Of rows: more programs would be faster, but leave more sums to be added up."""
 _WORTH_A_SPLIT = 64
 """Blocks of columns in a sum."""
 FIELDS = 9
 """Of a site in the table: addresses of A, its gradient, three B and their gradients, and the rank."""
+
+
+Placed: TypeAlias = Sequence[tuple[int, int, Mapping[str, Site]]]
+"""Rows from start to end, and what their adapter adds to which layer."""
 
 
 class AddressBook:
@@ -53,8 +63,9 @@ class AddressBook:
         self._table = upload_array(np.array(rows, dtype=np.int64), device)
         self._scales = upload_array(np.array(scales, dtype=np.float32), device)
         self._groups: dict[tuple[tuple[int, int, int, int], ...], Groups] = {}
+        self._first_rank = next(iter(sites[0].values())).rank
 
-    def grouped(self, name: str, placed: Sequence[tuple[int, int, Mapping[str, Site]]]) -> GroupedSite | None:
+    def grouped(self, name: str, placed: Placed) -> GroupedSite | None:
         """The layer with that name, for rows from start to end of adapters in the book; None if none adds to it."""
         at = [(start, end, self._numbers[id(sites)], sites[name]) for start, end, sites in placed if name in sites]
         if not at:
@@ -65,6 +76,16 @@ class AddressBook:
         index = self._names[name]
         return GroupedSite(self._groups[key], self._table[index], self._scales[index], [len(b) for b in at[0][3].b])
 
+    @property
+    def first_rank(self) -> int:
+        """Of the first adapter, padded."""
+        return _padded(self._first_rank)
+
+    def tables(self, names: Sequence[str]) -> Tensor:
+        """The addresses of the first adapter at these layers, which must be the first of the book: [layers, fields]"""
+        assert [*self._names][: len(names)] == [*names]
+        return self._table[: len(names), 0]
+
 
 class Groups:
     """Rows from start to end, the number of their adapter in the book, and its rank; in order and apart."""
@@ -73,7 +94,7 @@ class Groups:
         self.segments = segments
         self.device = device
         ranks = [rank for *_, rank in segments]
-        self.rank = max(_MIN_RANK, triton.next_power_of_2(max(ranks)))
+        self.rank = _padded(max(ranks))
         self.divisor = math.gcd(16, *ranks)
         self._cuts: dict[int, Tensor] = {}
         self._chunks: dict[int, tuple[Tensor, Tensor]] = {}
@@ -99,7 +120,7 @@ class Groups:
         The latter as [segments, 3]: first chunk, chunk after the last, number of the adapter.
         """
         total = sum(end - start for start, end, *_ in self.segments)
-        num_rows = triton.next_power_of_2(max(256, total * num_blocks // _ENOUGH_PROGRAMS))
+        num_rows = triton.next_power_of_2(max(256, total * num_blocks // _ENOUGH_FOR_SUMS))
         if num_rows not in self._chunks:
             ends = [*accumulate(triton.cdiv(end - start, num_rows) for start, end, *_ in self.segments)]
             numbers = [number for _, _, number, _ in self.segments]
@@ -134,15 +155,22 @@ class GroupedSite:
             self.expand_gradient(dx, dxa)
         self.add_weight_gradients(x, xa, dy, dxa)
 
-    def shrink(self, x: Tensor) -> Tensor:
+    @property
+    def width(self) -> int:
+        """P R: of what its A make of a row."""
+        return self.num_parts * self.groups.rank
+
+    def shrink(self, x: Tensor, xa: Tensor | None = None) -> Tensor:
         """scale * x A^T: [T, in] -> [T, P R]; rows of no adapter are left as they are found."""
         groups = self.groups
-        xa = torch.empty((len(x), self.num_parts * groups.rank), dtype=x.dtype, device=x.device)
+        if xa is None:
+            xa = torch.empty((len(x), self.width), dtype=x.dtype, device=x.device)
         width, num_slices = self._slices(self.num_parts)
-        _shrink[(len(groups.tiles), num_slices)](
-            x, groups.tiles, self.table, self.scales, xa, x.stride(0), x.shape[1],
-            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=width, ROWS=_ROWS,
-            BLOCK=_summed_columns(width), num_warps=4, num_stages=4,
+        width, tiles = max(width, _MIN_WIDTH), groups.cut(_SUMMED_ROWS)
+        _shrink[(len(tiles), num_slices)](
+            x, tiles, self.table, self.scales, xa, x.stride(0), xa.stride(0), x.shape[1],
+            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=width, ROWS=_SUMMED_ROWS,
+            BLOCK=_COLUMNS, num_warps=4, num_stages=4,
         )  # fmt: skip
         return xa
 
@@ -155,17 +183,22 @@ class GroupedSite:
             num_warps=4,
         )  # fmt: skip
 
-    def shrink_gradient(self, dy: Tensor) -> Tensor:
+    def shrink_gradient(self, dy: Tensor, dxa: Tensor | None = None) -> Tensor:
         """scale * dy B: [T, out] -> [T, P R], the gradient of x A^T."""
         groups, num_splits, num_columns = self.groups, *self._splits()
-        shape = num_splits, len(dy), self.num_parts * groups.rank
-        sums = torch.empty(shape, dtype=dy.dtype if num_splits == 1 else torch.float32, device=dy.device)
-        _shrink_gradient[(len(groups.tiles), self.num_parts, num_splits)](
-            dy, groups.tiles, self.table, self.scales, sums, dy.stride(0), *self.outs, len(dy), num_columns,
-            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, DIVISOR=groups.divisor, ROWS=_ROWS,
+        if dxa is None:
+            dxa = torch.empty((len(dy), self.width), dtype=dy.dtype, device=dy.device)
+        sums = dxa[None]
+        if num_splits > 1:
+            sums = torch.empty((num_splits, *dxa.shape), dtype=torch.float32, device=dy.device)
+        tiles = groups.cut(_SUMMED_ROWS)
+        _shrink_gradient[(len(tiles), self.num_parts, num_splits)](
+            dy, tiles, self.table, self.scales, sums, dy.stride(0), sums.stride(1), *self.outs, len(dy),
+            num_columns,
+            FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, DIVISOR=groups.divisor, ROWS=_SUMMED_ROWS,
             BLOCK=_summed_columns(groups.rank), num_warps=4, num_stages=4,
         )  # fmt: skip
-        return sums[0] if num_splits == 1 else sums.sum(0).to(dy.dtype)
+        return dxa if num_splits == 1 else dxa.copy_(sums.sum(0))
 
     def _splits(self) -> tuple[int, int]:
         """Into how many sums the columns of a part are split, and how many columns each has.
@@ -173,7 +206,7 @@ class GroupedSite:
         Few rows with very many columns, as at the unembedding, would leave most of a GPU idle.
         """
         num_blocks = triton.cdiv(max(self.outs), _COLUMNS)
-        wanted = 2 * _ENOUGH_PROGRAMS // (len(self.groups.tiles) * self.num_parts)
+        wanted = 2 * _ENOUGH_PROGRAMS // (len(self.groups.cut(_SUMMED_ROWS)) * self.num_parts)
         num_splits = max(1, min(wanted, num_blocks // _WORTH_A_SPLIT))
         return num_splits, triton.cdiv(num_blocks, num_splits) * _COLUMNS
 
@@ -204,7 +237,7 @@ class GroupedSite:
         }  # fmt: skip
         _outer[(len(chunks), num_blocks, num_slices)](
             left, right, chunks, sums, left.stride(0), right.stride(0), *outs,
-            ROWS=64, **options, num_stages=3 if height == _MAX_WIDTH else 4,
+            ROWS=64, **options, num_stages=3,
         )  # fmt: skip
         _add_sums[(len(groups.segments), num_blocks, num_slices)](sums, spans, self.table, *outs, **options)
 
@@ -213,6 +246,10 @@ class GroupedSite:
         total = num_parts * self.groups.rank
         width = min(_MAX_WIDTH, int(triton.next_power_of_2(total)))
         return width, int(triton.cdiv(total, width))
+
+
+def _padded(rank: int) -> int:
+    return max(_MIN_RANK, int(triton.next_power_of_2(rank)))
 
 
 def _summed_columns(width: int) -> int:
@@ -238,8 +275,8 @@ def _part_of(block, out0, out1, out2, BLOCK: tl.constexpr) -> Any:
 
 @triton.jit
 def _shrink(
-    x, tiles, table, scales, xa, stride, width, FIELDS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr,
-    WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x, tiles, table, scales, xa, stride, xa_stride, width, FIELDS: tl.constexpr, PARTS: tl.constexpr,
+    RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ) -> Any:  # fmt: skip
     tile = tiles + tl.program_id(0) * 3
     rows = tl.load(tile) + tl.arange(0, ROWS)
@@ -253,14 +290,14 @@ def _shrink(
     a_row = (column // RANK) * rank + column % RANK
     x_places = x + rows.to(tl.int64)[:, None] * stride
     a_places = a + a_row[:, None] * width
-    total = tl.zeros([ROWS, WIDTH], tl.float32)
+    total = tl.zeros([WIDTH, ROWS], tl.float32)
     for start in range(0, width, BLOCK):
         k = start + tl.arange(0, BLOCK)[None, :]
-        left = tl.load(x_places + k, mask=has_row & (k < width), other=0.0)
-        right = tl.load(a_places + k, mask=has_column[:, None] & (k < width), other=0.0)
-        total = tl.dot(left, tl.trans(right), total, input_precision="ieee")
-    total *= tl.load(scales + segment)
-    places = xa + rows.to(tl.int64)[:, None] * (PARTS * RANK) + column[None, :]
+        of_x = tl.load(x_places + k, mask=has_row & (k < width), other=0.0)
+        of_a = tl.load(a_places + k, mask=has_column[:, None] & (k < width), other=0.0)
+        total = tl.dot(of_a, tl.trans(of_x), total, input_precision="ieee")
+    total = tl.trans(total * tl.load(scales + segment))
+    places = xa + rows.to(tl.int64)[:, None] * xa_stride + column[None, :]
     tl.store(places, total.to(xa.dtype.element_ty), mask=has_row & (column < PARTS * RANK)[None, :])
 
 
@@ -291,8 +328,9 @@ def _expand(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_gradient(
-    dy, tiles, table, scales, sums, stride, out0, out1, out2, num_rows, num_columns, FIELDS: tl.constexpr,
-    PARTS: tl.constexpr, RANK: tl.constexpr, DIVISOR: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    dy, tiles, table, scales, sums, stride, sums_stride, out0, out1, out2, num_rows, num_columns,
+    FIELDS: tl.constexpr, PARTS: tl.constexpr, RANK: tl.constexpr, DIVISOR: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr
 ) -> Any:  # fmt: skip
     """Sum number s is that of `num_columns` columns of each part from s * num_columns on."""
     tile = tiles + tl.program_id(0) * 3
@@ -315,7 +353,7 @@ def _shrink_gradient(
         total = tl.dot(left, right, total, input_precision="ieee")
     total *= tl.load(scales + segment)
     row_of_sums = tl.program_id(2).to(tl.int64) * num_rows + rows
-    places = sums + row_of_sums[:, None] * (PARTS * RANK) + part * RANK + j[None, :]
+    places = sums + row_of_sums[:, None] * sums_stride + part * RANK + j[None, :]
     tl.store(places, total.to(sums.dtype.element_ty), mask=has_row)
 
 
@@ -363,7 +401,7 @@ def _outer(
     # For B the part's own columns of x A^T, for A those of all parts.
     left_column = part * RANK + height if OF_B else height
     has_left = (left_column < PARTS * RANK)[None, :]
-    total = tl.zeros([HEIGHT, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK, HEIGHT], tl.float32)
     for start in range(first, last, ROWS):
         rows = start + tl.arange(0, ROWS)
         has_row = (rows < last)[:, None]
@@ -372,11 +410,11 @@ def _outer(
         of_right = tl.load(
             right + rows64 * right_stride + (begin + columns)[None, :], mask=has_row & has_column, other=0.0
         )
-        total = tl.dot(tl.trans(of_left), of_right, total, input_precision="ieee")
+        total = tl.dot(tl.trans(of_right), of_left, total, input_precision="ieee")
     all_columns = out0 + out1 + out2
     row = chunk.to(tl.int64) * (tl.num_programs(2) * HEIGHT) + height
     places = sums + row[:, None] * all_columns + (begin + columns)[None, :]
-    tl.store(places, total, mask=has_column)
+    tl.store(places, tl.trans(total), mask=has_column)
 
 
 @triton.jit

@@ -20,21 +20,21 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     num_out, num_in = weight.shape
     y = torch.empty(1, num_out, dtype=x.dtype, device=x.device)
     _product[(triton.cdiv(num_out, 2),)](
-        x, weight, bias, y, num_out, num_in, has_bias=bias is not None, BLOCK_N=2, BLOCK_K=1024, num_warps=4,
-        **early(x.device),
+        x, weight, bias, y, num_out, num_in, weight.stride(0), has_bias=bias is not None, BLOCK_N=2, BLOCK_K=1024,
+        num_warps=4, **early(x.device),
     )  # fmt: skip
     return y
 
 
 @triton.jit
 def _product(
-    x, weight, bias, y, num_out, num_in, has_bias: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr
+    x, weight, bias, y, num_out, num_in, stride, has_bias: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EARLY: tl.constexpr
 ) -> Any:  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = rows < num_out
     k = tl.arange(0, BLOCK_K)
-    of_weight = weight + rows[:, None] * num_in + k[None, :]
+    of_weight = weight + rows[:, None] * stride + k[None, :]
     # Nobody writes the matrix meanwhile, so the first of it is fetched before the input is there.
     tile = tl.load(of_weight, mask=is_row[:, None] & (k < num_in)[None, :], other=0.0)
     wait_for_others(EARLY)

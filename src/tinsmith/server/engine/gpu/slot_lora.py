@@ -14,7 +14,7 @@ All that changes from batch to batch lies in tensors on the device, so a capture
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.engine.gpu.early import early, wait_for_others
+from tinsmith.server.engine.gpu.rooms import NUM_UNITS, UNIT, layers_of, make_rooms, parts_of
 from tinsmith.server.engine.lora import Segment
 from tinsmith.server.engine.model import ModelShape, Transformer
 from tinsmith.server.engine.products import Matrix
@@ -34,9 +35,6 @@ from tinsmith.server.engine.steps import Turn
 from tinsmith.server.engine.transfer import upload_array
 
 TILE_ROWS = 16
-UNIT = 32
-"""Ranks that an adapter takes up below the matrices at least."""
-NUM_UNITS = 8
 _MAX_PARTS = 3
 _COLUMNS = 1 + _MAX_PARTS  # addresses of A and of the B of each part
 _INPUTS_AT_ONCE = 128
@@ -58,11 +56,8 @@ class AdapterSlots:
         self.units = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self._slots: WeakKeyDictionary[FrozenAdapter, int] = WeakKeyDictionary()
         self._settled: WeakKeyDictionary[FrozenAdapter, range] = WeakKeyDictionary()
-        parts = _parts(model.shape)
-        self._rooms = {
-            name: matrix.make_room(len(parts[name.rpartition(".")[2]]) * UNIT * NUM_UNITS)
-            for name, matrix in _layers(model)
-        }
+        make_rooms(model)
+        self._rooms = {name: matrix.below for name, matrix in layers_of(model)}
 
     def place(self, adapters: Sequence[FrozenAdapter]) -> list[int]:
         """A slot for each; those of adapters that are not among these may be taken over."""
@@ -156,7 +151,7 @@ class SlotLora:
         self.tiles = tiles  # int64 [tiles, 3]
         self.max_rank, self._divisor = ranks
         self.units = units
-        self._parts = _parts(shape)
+        self._parts = parts_of(shape)
 
     def linear(self, x: Tensor, matrix: Matrix, name: str) -> Tensor:
         """x W^T + b + scale * (x A^T) B^T, by the adapter of each row: [N, in] -> [N, out]"""
@@ -208,7 +203,7 @@ class SlotLora:
     def _products(self, x: Tensor, matrix: Matrix, name: str) -> tuple[Tensor, Tensor]:
         """x W^T, and x A^T of the adapters: [N, units of all parts], or [splits, N, parts, rank] in float32"""
         if self.units and matrix.has_room:
-            y = matrix.product_with_room(x, len(self._outs(name)) * UNIT * self.units)
+            y = matrix.product_with_rows_below(x, len(self._outs(name)) * UNIT * self.units)
             return y, y[:, matrix.shape[0] :]
         return matrix.product(x), self._shrunk(x, name)
 
@@ -245,27 +240,6 @@ class SlotLora:
 
 def _strides(y: Tensor, inner: Tensor) -> tuple[int, int]:
     return y.stride(0), inner.stride(0)
-
-
-def _layers(model: Transformer) -> Iterator[tuple[str, Matrix]]:
-    """Every matrix of the layers with the name of its site; not the unembedding, which may be the embedding too."""
-    for index, layer in enumerate(model.layers):
-        yield f"layers.{index}.qkv_proj", layer.qkv
-        yield f"layers.{index}.o_proj", layer.output
-        yield f"layers.{index}.gate_up_proj", layer.gate_up
-        yield f"layers.{index}.down_proj", layer.down
-
-
-def _parts(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Outputs of the projections of each kind of layer."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    return {
-        "qkv_proj": (q, kv, kv),
-        "o_proj": (shape.hidden_size,),
-        "gate_up_proj": (shape.intermediate_size, shape.intermediate_size),
-        "down_proj": (shape.hidden_size,),
-        "lm_head": (shape.vocab_size,),
-    }
 
 
 @triton.jit

@@ -1,0 +1,52 @@
+"""What happens on a real cluster after the start: nodes that are added, actors that Ray refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.ray_head import RayHead
+from tests.support.ray_node import RayNode
+from tinsmith.server.suspects import UNSEEN
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By a process of its own: a driver takes over the signals of the one that it is in."""
+    state = tmp_path_factory.mktemp("state")
+    with RayHead(cpus=2) as head, (state / "log").open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "tests.server.on_ray.cluster_driver", head.address, str(state)],
+            env={**os.environ, **head.environment},
+            cwd=Path(__file__).parents[3],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+        try:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "placed\n", (state / "log").read_text()
+            with RayNode(head, "127.0.0.2", cpus=2):
+                told, _ = driver.communicate("go on\n", timeout=120)
+        finally:
+            driver.kill()
+            driver.wait()
+    assert told, (state / "log").read_text()
+    return json.loads(next(line for line in told.splitlines() if line.startswith("{")))  # Ray prints, too
+
+
+def test_a_replica_that_comes_later_does_not_go_where_the_database_is_not(seen: Any) -> None:
+    """On a node that joined after the start it would open an empty one, and its samples would wait for ever."""
+    assert seen["later"] == {"is_placed": False}
+
+
+def test_an_actor_that_ray_refuses_ends_alone(seen: Any) -> None:
+    assert (seen["taken"]["life"], seen["taken"]["ended"], seen["taken"]["living"]) == (2, UNSEEN, [1])
+    assert "Ray did not take its actor: " in seen["taken"]["said"]
