@@ -1,12 +1,19 @@
-"""A leader whose member was lost ends as the member did, though it sees a closed connection first."""
+"""A leader whose member was lost ends as the member did, though it sees a closed connection first.
+
+A member ends with its leader, also if that is gone before they have met.
+"""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.serving import wait_until
 from tinsmith.server import members as members_module
 from tinsmith.server.member_lives import Begun, Ending, MemberLife, MemberLives
 from tinsmith.server.members import Members
@@ -71,3 +78,21 @@ def test_an_error_that_no_member_is_part_of_goes_its_way(monkeypatch: pytest.Mon
     life, heard = Scripted(), Heard()
     Members(SETTINGS, life, heard.hear_begun, heard.hear_lost).await_loss()
     assert heard.lost == []
+
+
+def test_a_member_ends_with_a_leader_that_dies_before_they_meet() -> None:
+    leader = """
+import os, signal
+from tinsmith.server.member_process_life import MembersHere
+from tinsmith.server.messages import MemberSettings
+
+life = MembersHere().begin(MemberSettings(
+    base_model="m", folder="", device="cpu", dtype="float32", rank=1, size=2, host="127.0.0.1",
+    meeting_host="127.0.0.1", meeting_port=1,
+))
+print(life.begun().process, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    ended = subprocess.run([sys.executable, "-c", leader], stdout=subprocess.PIPE, text=True, timeout=SECONDS)
+    assert ended.returncode == -signal.SIGKILL
+    wait_until(lambda: not Path(f"/proc/{int(ended.stdout)}").exists(), SECONDS, "the member is left")

@@ -1,7 +1,7 @@
 """The process that a member of a training group lives in.
 
-It reads one line of settings, loads the base model, meets its leader and computes shares of batches until the leader
-lets it go. It says nothing but its log, and ends with its leader.
+It is told the id of its leader's process, reads one line of settings, loads the base model, meets its leader and
+computes shares of batches until the leader lets it go. It says nothing but its log, and ends with its leader.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=MemberSettings)
     logs.configure(settings.log_format, settings.log_level, base_model=settings.base_model)
     logs.log_what_ends_us()
-    _end_with(os.getppid())
+    _end_with(int(sys.argv[1]))
     try:
         run(settings)
     except LostPeerError as lost:
@@ -46,7 +46,10 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Where GPUs gather shards nobody hears of a lost process, and all wait for it."""
+    """Where GPUs gather shards nobody hears of a lost process, and all wait for it.
+
+    The parent may be gone already: loading torch takes seconds.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -28,7 +28,7 @@ class ProcessMember(MemberLife):
     def __init__(self, settings: MemberSettings) -> None:
         # Standard output is the worker's own, on which it talks to the server.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", MEMBER_MODULE],
+            [sys.executable, "-m", MEMBER_MODULE, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=sys.stderr,
             env={**os.environ, **_gpu_of(settings)},
