@@ -134,23 +134,26 @@ def kill_cluster(group: ServerProcess, cluster: RayHead) -> None:
     cluster.start()
 
 
-@pytest.mark.parametrize(
-    ("group", "kill"),
-    [
-        ("never", kill_member),
-        ("never", kill_leader),
-        ("always", kill_member),
-        ("always", kill_leader),
-        # What comes next starts everything anew, in the same way with any group.
-        ("always", kill_bridge),
-        ("always", kill_api),
-        ("always", kill_cluster),
-    ],
-    indirect=["group"],
-)
-def test_what_is_killed_in_training_costs_only_time_and_the_whole_group_is_started_again(
+@pytest.mark.parametrize("kill", [kill_member, kill_leader])
+def test_what_is_killed_of_it_in_training_costs_only_time(
     group: ServerProcess, cluster: RayHead, alone: Trained, kill: Callable[[ServerProcess, RayHead], None]
 ) -> None:
+    check_killing(group, cluster, alone, kill)
+
+
+# What comes next starts everything anew, in the same way with any group.
+@pytest.mark.parametrize("group", ["always"], ids=["sharded"], indirect=True)
+@pytest.mark.parametrize("kill", [kill_bridge, kill_api, kill_cluster])
+def test_what_is_killed_around_it_in_training_costs_only_time(
+    group: ServerProcess, cluster: RayHead, alone: Trained, kill: Callable[[ServerProcess, RayHead], None]
+) -> None:
+    check_killing(group, cluster, alone, kill)
+
+
+def check_killing(
+    group: ServerProcess, cluster: RayHead, alone: Trained, kill: Callable[[ServerProcess, RayHead], None]
+) -> None:
+    """The results are the same, and the whole group was started again."""
     wait_until(lambda: is_whole(group), SECONDS, "the group is not there")
     before = {name: pid for name, pid in processes(group).items() if name != "sample-0"}
     model = new_model(group)

@@ -168,6 +168,7 @@ def forward(
     The former is written to `attended`, if that is given; the heads of a row must lie together there.
     """
     assert shape.queries % shape.keys == 0
+    assert tiles.shape[1] == 4, "a kernel would read them otherwise"
     num_rows, num_heads, size = q.shape
     if attended is None:
         attended = torch.empty(q.shape, dtype=q.dtype, device=q.device)

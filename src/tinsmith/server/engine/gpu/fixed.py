@@ -27,6 +27,9 @@ from tinsmith.server.engine.paged_attention import Piece
 from tinsmith.server.engine.running import Batch, DrawnRows
 from tinsmith.server.engine.transfer import upload_array
 
+_NO_PAIR = 0
+"""Pairs of tiles are for gradients alone."""
+
 
 class FixedAttention:
     """An `Attend`, for pieces packed one after another whose keys and values go to these slots."""
@@ -44,9 +47,8 @@ class FixedAttention:
             seen.append(np.concatenate([*before, new]))
             places.append(np.arange(begin + first, end))
             height = attention.FORWARD.queries
-            tiles += [
-                (begin, begin + offset, end) for offset in range(first // height * height, first + length, height)
-            ]
+            offsets = range(first // height * height, first + length, height)
+            tiles += [(begin, begin + offset, end, _NO_PAIR) for offset in offsets]
             begin = end
         self.slots, self.seen, self.places = (
             upload_array(array, device) for array in (slots, np.concatenate(seen), np.concatenate(places))
