@@ -87,7 +87,7 @@ _MANY = {
     "session_heartbeat",
     "telemetry",
 }
-"""Functions that answer what clients ask all the time."""
+"""Functions that answer what clients ask all the time. Their routes are looked at first."""
 
 
 def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFacts], workers: Workers) -> Starlette:
@@ -96,7 +96,7 @@ def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFac
     metrics = Metrics(services)
     app = Starlette(
         routes=[
-            *(route for endpoint in ENDPOINTS for route in _routes(endpoint, services, metrics)),
+            *(route for endpoint in sorted(ENDPOINTS, key=_is_rare) for route in _routes(endpoint, services, metrics)),
             Route("/metrics", lambda request: metrics.page()),
             Route("/openapi.json", _once(lambda: msgspec.json.encode(openapi.document()))),
             Route("/docs", lambda request: HTMLResponse(openapi.PAGE)),
@@ -108,6 +108,10 @@ def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFac
     app.router.redirect_slashes = False
     app.state.services = services
     return app
+
+
+def _is_rare(endpoint: Endpoint) -> bool:
+    return endpoint.answer.__name__ not in _MANY
 
 
 def drain(app: Starlette) -> None:

@@ -18,7 +18,7 @@ from tinsmith.server.store.ids import stream_of
 from tinsmith.server.store.leading import Lead
 from tinsmith.server.store.models import check_count, insert_model
 from tinsmith.server.store.outcomes import outcome_values, result_values
-from tinsmith.server.store.queue import Queue
+from tinsmith.server.store.queue import Arrivals, Queue
 from tinsmith.server.store.recent_samples import add_samples
 from tinsmith.server.store.records import (
     Abandoned,
@@ -185,14 +185,16 @@ class Jobs:
         # the rows of streams, and in the same order by all.
         for owner in sorted({submission.model.owner for submission in submissions if submission.model is not None}):
             self._database.one_at_a_time(connection, f"models of {owner}")
+        arrivals = Arrivals(self._queue, connection, now)
         # Sorted, so that two transactions lock the rows of their streams in the same order.
         for place, submission in sorted(enumerate(submissions), key=lambda item: item[1].job.stream):
-            answers[place] = self._queue.add(connection, submission.job, submission.outcome, now)
+            answers[place] = arrivals.add(submission.job, submission.outcome)
             if submission.model is not None and answers[place].is_new:
                 insert_model(self._database, connection, submission.model, now)
                 check_count(connection, submission.model.owner, submission.most_models)
             if submission.event is not None and answers[place].is_new:
                 note(connection, submission.event, now)
+        arrivals.finish()
         return [answers[place] for place in range(len(submissions))]
 
     # Working

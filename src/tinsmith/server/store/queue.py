@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.store import ids
-from tinsmith.server.store.database import Database
+from tinsmith.server.store.database import Database, Row
 from tinsmith.server.store.outcomes import outcome_values, result_values
 from tinsmith.server.store.records import Done, Enqueued, NewJob, Outcome
 from tinsmith.server.store.schema import jobs, payloads, results, streams, turns
@@ -44,7 +44,7 @@ _SET_STREAM = (
 
 
 class Queue:
-    """Writes submissions, inside a transaction that the caller holds."""
+    """The statements that depend on the database."""
 
     def __init__(self, database: Database) -> None:
         touch = database.insert(streams).values(stream=sa.bindparam("stream"), last_request=sa.bindparam("now"))
@@ -53,38 +53,79 @@ class Queue:
         ).returning(streams.c.frontier, streams.c.highest, streams.c.next_turn, streams.c.done_serial)
         self.insert_job = database.insert(jobs).on_conflict_do_nothing().returning(jobs.c.request_id)
 
-    def add(self, connection: sa.Connection, job: NewJob, outcome: Outcome | None, now: datetime) -> Enqueued:
-        return _Arrival(self, connection, job, outcome, now).enter()
+
+class _Stream:
+    """Where a stream stands, with what this transaction has added to it."""
+
+    def __init__(self, row: Row) -> None:
+        self.frontier, self.highest, self.next_turn, self.done_serial = row
+
+
+class Arrivals:
+    """Submissions that enter together, inside a transaction that the caller holds.
+
+    What no later one of them needs to see is written by `finish`, with one statement for all.
+    """
+
+    def __init__(self, queue: Queue, connection: sa.Connection, now: datetime) -> None:
+        self.queue = queue
+        self.connection = connection
+        self.now = now
+        self.payloads: list[dict[str, object]] = []
+        self.results: list[dict[str, object]] = []
+        self._streams: dict[str, _Stream] = {}
+        self._turns: dict[tuple[str | None, str, str], int] = {}
+
+    def add(self, job: NewJob, outcome: Outcome | None) -> Enqueued:
+        return _Arrival(self, job, outcome).enter()
+
+    def finish(self) -> None:
+        moved = [{"id": name, **vars(stream)} for name, stream in self._streams.items()]
+        for statement, rows in ((_INSERT_PAYLOAD, self.payloads), (_INSERT_RESULT, self.results), (_SET_STREAM, moved)):
+            if rows:
+                self.connection.execute(statement, rows)
+
+    def stream(self, name: str) -> _Stream:
+        """Nobody else adds to it from now on, until the transaction ends."""
+        if name not in self._streams:
+            self._streams[name] = _Stream(
+                self.connection.execute(self.queue.touch, {"stream": name, "now": self.now}).one()
+            )
+        return self._streams[name]
+
+    def reached(self, job: NewJob) -> int:
+        """The turn that the owner's jobs have reached by now."""
+        key = job.base_model, job.lane, job.owner
+        if key not in self._turns:
+            names = ("base_model", "lane", "owner")
+            self._turns[key] = self.connection.scalar(_TURN, dict(zip(names, key, strict=True))) or 0
+        return self._turns[key]
 
 
 class _Arrival:
     """One submission on its way into its stream."""
 
-    def __init__(
-        self, queue: Queue, connection: sa.Connection, job: NewJob, outcome: Outcome | None, now: datetime
-    ) -> None:
-        self.queue = queue
-        self.connection = connection
+    def __init__(self, arrivals: Arrivals, job: NewJob, outcome: Outcome | None) -> None:
+        self.arrivals = arrivals
+        self.connection = arrivals.connection
         self.job = job
         self.outcome = outcome
-        self.now = now
-        row = connection.execute(queue.touch, {"stream": job.stream, "now": now}).one()
-        self.frontier, self.highest, self.next_turn, self.done_serial = row
+        self.stream = arrivals.stream(job.stream)
         self.seq_id = self._number()
         self.request_id = ids.request_id(job.stream, self.seq_id)
 
     def enter(self) -> Enqueued:
+        stream = self.stream
         # Below the frontier every number has been used, even if its job was removed since.
-        if self._is_ordered and self.seq_id < self.frontier:
+        if self._is_ordered and self.seq_id < stream.frontier:
             return self._repeated()
-        is_ready = not self._is_ordered or self.seq_id == self.frontier
+        is_ready = not self._is_ordered or self.seq_id == stream.frontier
         if not self._insert(is_ready):
             return self._repeated()
         if self._is_ordered and is_ready:
-            self.frontier += 1
+            stream.frontier += 1
             self._admit_followers()
-        self.highest = max(self.highest, self.seq_id)
-        self._save_stream()
+        stream.highest = max(stream.highest, self.seq_id)
         return Enqueued(request_id=self.request_id, is_new=True)
 
     def _repeated(self) -> Enqueued:
@@ -110,10 +151,10 @@ class _Arrival:
                     f"seq_id is {self.job.seq_id}; count from 0.", field="seq_id", value=self.job.seq_id
                 )
             return self.job.seq_id
-        return int(self.highest) + 1
+        return int(self.stream.highest) + 1
 
     def _insert(self, is_ready: bool) -> bool:
-        job = self.job
+        job, next_turn, done_serial = self.job, self.stream.next_turn, self.stream.done_serial
         values = {
             "request_id": self.request_id,
             "stream": job.stream,
@@ -128,50 +169,36 @@ class _Arrival:
             "sampler_id": job.sampler_id,
             "size": job.size,
             "replica": job.replica,
-            "created": self.now,
+            "created": self.arrivals.now,
             **self._progress(is_ready),
         }
-        if self.connection.execute(self.queue.insert_job, values).first() is None:
+        if self.connection.execute(self.arrivals.queue.insert_job, values).first() is None:
+            self.stream.next_turn, self.stream.done_serial = next_turn, done_serial
             return False
         if self.outcome is None:
-            self.connection.execute(_INSERT_PAYLOAD, {"request_id": self.request_id, "data": job.payload})
+            self.arrivals.payloads.append({"request_id": self.request_id, "data": job.payload})
         elif isinstance(self.outcome, Done):
-            self.connection.execute(_INSERT_RESULT, result_values(self.request_id, self.outcome))
+            self.arrivals.results.append(result_values(self.request_id, self.outcome))
         return True
 
     def _progress(self, is_ready: bool) -> dict[str, object]:
         if self.outcome is None:
             return {"state": "queued", "turn": self._take_turn(self.job.size) if is_ready else None}
-        self.done_serial += 1
-        return {**outcome_values(self.outcome, self.now, self.done_serial), "turn": None}
+        self.stream.done_serial += 1
+        return {**outcome_values(self.outcome, self.arrivals.now, self.stream.done_serial), "turn": None}
 
     def _take_turn(self, size: int) -> int:
-        reached = self.connection.scalar(
-            _TURN, {"base_model": self.job.base_model, "lane": self.job.lane, "owner": self.job.owner}
-        )
-        turn: int = max(self.next_turn, reached or 0)
-        self.next_turn = turn + max(1, size)
+        turn: int = max(self.stream.next_turn, self.arrivals.reached(self.job))
+        self.stream.next_turn = turn + max(1, size)
         return turn
 
     def _admit_followers(self) -> None:
         """Later numbers that came earlier have waited for this one."""
-        if self.highest < self.frontier:
+        if self.stream.highest < self.stream.frontier:
             return
         for row in self.connection.execute(_ARRIVED, {"stream": self.job.stream, "after": self.seq_id}).all():
-            if row.seq_id != self.frontier:
+            if row.seq_id != self.stream.frontier:
                 return
             if row.state == "queued":
                 self.connection.execute(_SET_TURN, {"id": row.request_id, "turn": self._take_turn(row.size)})
-            self.frontier += 1
-
-    def _save_stream(self) -> None:
-        self.connection.execute(
-            _SET_STREAM,
-            {
-                "id": self.job.stream,
-                "frontier": self.frontier,
-                "highest": self.highest,
-                "next_turn": self.next_turn,
-                "done_serial": self.done_serial,
-            },
-        )
+            self.stream.frontier += 1
