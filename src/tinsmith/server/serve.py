@@ -6,15 +6,13 @@ import asyncio
 import logging
 import signal
 import socket
+from functools import partial
 from types import FrameType
-from typing import Any
 
-import h11
 import uvicorn
 from starlette.applications import Starlette
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import drain
@@ -36,53 +34,124 @@ _UNREAD_SECONDS = 60
 """How long an answer may lie unread before the connection is given up."""
 
 
-_TWO_LENGTHS = {b"content-length", b"transfer-encoding"}
-"""If a proxy goes by the one and we by the other, a second request can hide in the body of the first."""
-
-_refuse_two_lengths = Response(
-    b'{"detail":"The request has both Content-Length and Transfer-Encoding. Send one of them."}',
-    400,
-    {"connection": "close"},
-    "application/json",
-)
+_HEAD_BYTES = 64 * 1024
+"""How long a head, an extension of a chunk or what follows the last chunk may be: the parser has no limit."""
 
 
-class PatientOnce(H11Protocol):
-    """A connection that is closed if the head of a request does not arrive in time: uvicorn would wait for ever."""
+class PatientOnce(HttpToolsProtocol):
+    """A connection that is closed if the head of a request does not arrive in time, or is endless: uvicorn would wait
+    for ever, and keep all of it.
+    """
 
     _head_due: float | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._whole_app = self.app
-        self.app = self._answer_or_abort
+    _answered: RequestResponseCycle | None = None
+    _is_head = True
+    _idle_bytes = 0
+    """Those that came since the last end of a head, piece of a body or end of a request."""
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:
+        self._idle_bytes += len(data)
         super().data_received(data)
-        if self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None:
-            self._await_head()
-        else:
+        if self._idle_bytes > _HEAD_BYTES:
+            self.send_400_response(f"The head of the request is longer than {_HEAD_BYTES} bytes.")
+        elif self._is_answering:
             self._head_due = None
+        else:  # what is left of a request that is answered already comes under the same limit
+            self._await_head()
 
-    def _should_upgrade(self) -> bool:
+    def on_message_begin(self) -> None:
+        self._is_head = True
+        super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_head:  # what follows the last chunk is none of the headers that a proxy has looked at
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._is_head, self._idle_bytes = False, 0
+        num_hosts = [name for name, _ in self.headers].count(b"host")
+        if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
+            raise ValueError("The request must have one host: a proxy may have looked at another one.")
+        super().on_headers_complete()
+        if self.parser.should_upgrade():  # it takes what comes after this request for another protocol
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._idle_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._idle_bytes = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Not where the client would take it for the answer to an earlier request, or for the rest of one."""
+        if self._is_answering and (self.cycle.response_started or not self.cycle.more_body):
+            self.transport.close()
+        else:
+            super().send_400_response(msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
         """There is nothing to upgrade to; uvicorn would say how to install something, for every such request."""
-        return False
 
-    async def _answer_or_abort(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._await_reader()
+
+    def resume_writing(self) -> None:
+        self._read()
+        super().resume_writing()
+
+    def _await_reader(self) -> None:
+        """The system's own limit (`listen`) does not hold for who goes on sending."""
+        left = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < left:
+                self._await_reader()
+            else:
+                self.transport.abort()
+
+        self._unread = self.loop.call_later(_UNREAD_SECONDS, look)
+
+    def _read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """uvicorn tells the last request of a connection, and another may be answered that came before it."""
+        self._read()
+        if self._answered is not None:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
+        self._answered = cycle
+        super()._start_asgi_task(cycle, partial(self._answer_or_abort, cycle, app))
+
+    async def _answer_or_abort(
+        self, cycle: RequestResponseCycle, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         """An answer that is broken off ends the connection at once: uvicorn would wait until the rest was read."""
-        answer = self.cycle
-        await self._whole_app(scope, receive, send)
-        if not answer.response_complete:
+        await app(scope, receive, send)
+        if not cycle.response_complete:
             if not self.transport.is_closing():
                 self.transport.abort()
             await asyncio.sleep(0)  # so that uvicorn knows, and takes it for no fault
 
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
     def _await_head(self) -> None:
         """More of a head does not buy more time."""
+        self._unset_keepalive_if_required()
         self._head_due = self._head_due or self.loop.time() + _HEAD_SECONDS
         self.timeout_keep_alive_task = self.loop.call_at(self._head_due, self.timeout_keep_alive_handler)
 
@@ -93,10 +162,11 @@ class ApiServer(uvicorn.Server):
     def __init__(self, app: Starlette) -> None:
         super().__init__(
             uvicorn.Config(
-                self._serve_one,
+                app,
                 interface="asgi3",
                 http=PatientOnce,
                 ws="none",
+                loop="asyncio",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
@@ -105,15 +175,6 @@ class ApiServer(uvicorn.Server):
             )
         )
         self._app = app
-
-    async def _serve_one(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_two_lengths = scope["type"] == "http" and {name for name, _ in scope["headers"]} >= _TWO_LENGTHS
-        answer = _refuse_two_lengths if has_two_lengths else self._app
-        try:
-            await answer(scope, receive, send)
-        except h11.LocalProtocolError:
-            # What came in the middle of the body was no HTTP, and uvicorn has said so in our place.
-            log.info("a client broke the rules of HTTP")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -137,6 +138,106 @@ def test_what_is_not_http_in_the_middle_of_a_body_leaves_no_trace_of_a_fault(
         assert connection.recv(1000) != b""
     assert server.get("healthz").status == 200
     assert not [record for record in caplog.records if record.exc_info]
+
+
+def received(connection: socket.socket) -> bytes:
+    """All that comes until the connection is closed."""
+    pieces = []
+    try:
+        while piece := connection.recv(65536):
+            pieces.append(piece)
+    except ConnectionResetError:
+        pass
+    return b"".join(pieces)
+
+
+def send_for_ever(connection: socket.socket, piece: bytes) -> None:
+    for _ in range(1000):
+        connection.sendall(piece)
+
+
+CHUNKED = b"POST /api/v1/client/config HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /",
+        b"GET / HTTP/1.1\r\nx-a",
+        b"GET / HTTP/1.1\r\nx-a: ",
+        CHUNKED + b"\r\n5;",
+        CHUNKED + b"\r\n2\r\n{}\r\n0\r\nx-a: ",
+    ],
+    ids=["path", "name", "value", "chunk extension", "trailer"],
+)
+def test_what_is_no_body_may_not_be_endless(server: RunningServer, begun: bytes) -> None:
+    with connected(server) as connection:
+        connection.sendall(begun)
+        with pytest.raises(ConnectionError):
+            send_for_ever(connection, b"x" * 65536)
+
+
+def test_many_headers_are_as_bad_as_a_long_one(server: RunningServer) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            send_for_ever(connection, b"x-a: b\r\n" * 1000)
+
+
+def test_a_head_that_is_too_long_is_refused_with_its_limit(server: RunningServer) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"GET /api/v1/healthz HTTP/1.1\r\nhost: localhost\r\nx-a: " + b"x" * 66_000)
+        said = received(connection)
+    assert said.startswith(b"HTTP/1.1 400 ")
+    assert said.endswith(b"The head of the request is longer than 65536 bytes.")
+
+
+def test_a_key_that_follows_the_last_chunk_opens_nothing(tmp_path: Path) -> None:
+    with RunningServer(tmp_path, api_keys=(KEY,)) as server, connected(server) as connection:
+        trailer = f"x-api-key: {KEY}\r\nconnection: close\r\n\r\n".encode()
+        connection.sendall(CHUNKED + b"connection: close\r\n\r\n2\r\n{}\r\n0\r\n" + trailer)
+        assert received(connection).startswith(b"HTTP/1.1 401 ")
+
+
+@pytest.mark.parametrize("hosts", [b"", b"host: localhost\r\nhost: elsewhere\r\n"], ids=["none", "two"])
+def test_a_request_must_have_one_host(server: RunningServer, hosts: bytes) -> None:
+    with connected(server) as connection:
+        connection.sendall(b"GET /api/v1/healthz HTTP/1.1\r\n" + hosts + b"\r\n")
+        assert received(connection).startswith(b"HTTP/1.1 400 ")
+
+
+def test_what_is_not_http_behind_a_request_gets_no_answer_that_seems_to_be_for_it(server: RunningServer) -> None:
+    with connected(server) as connection:
+        connection.sendall(HEAD + b"NO HTTP\r\n\r\n")
+        assert b"400" not in received(connection)
+
+
+def test_requests_that_come_at_once_are_answered_in_their_order(server: RunningServer) -> None:
+    missing = HEAD.replace(b"healthz", b"missing")
+    last = HEAD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    with connected(server) as connection:
+        connection.sendall(HEAD + missing + last)
+        said = received(connection)
+    assert re.findall(rb"HTTP/1\.1 (\d+)", said) == [b"200", b"404", b"200"]
+
+
+def test_the_rest_of_a_body_that_was_answered_already_is_not_waited_for(hasty: RunningServer) -> None:
+    with hasty as server, connected(server) as connection:
+        connection.sendall(b"POST /no/such HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5000\r\n\r\n{")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert (answer.status, answer.read()[:1]) == (404, b"{")
+        connection.sendall(b" ")
+        assert is_closed(connection)
+
+
+def test_nothing_is_heard_behind_a_request_for_another_protocol(server: RunningServer) -> None:
+    upgrade = HEAD.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
+    with connected(server) as connection:
+        connection.sendall(upgrade)
+        said = received(connection)
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b"connection: close" in said
 
 
 def test_a_server_may_have_as_many_connections_as_the_system_allows() -> None:
