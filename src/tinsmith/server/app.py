@@ -129,6 +129,7 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         return lambda argument: asyncio.get_running_loop().run_in_executor(threads, work, argument)
 
     authority = Authority(config, store)
+    intake = Intake(in_thread(store.jobs.enqueue_many, submitting))
     return Services(
         config=config,
         store=store,
@@ -136,9 +137,9 @@ def _services(config: ServerConfig, store: Store, models: Mapping[str, ModelFact
         workers=workers,
         authority=authority,
         door=Door(authority, store.keys, storing),
-        waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest)),
+        waiting=Waiting(in_thread(store.results.statuses), in_thread(store.results.newest), intake.rest),
         storage=open_storage(config.state, config.storage, config.cache_bytes, store),
-        intake=Intake(in_thread(store.jobs.enqueue_many, submitting)),
+        intake=intake,
         heartbeats=Intake(in_thread(store.sessions.heartbeats), _HEARTBEAT_PATIENCE_SECONDS),
         open_requests=OpenRequests(config.max_open_requests),
         conversions=Conversions(),

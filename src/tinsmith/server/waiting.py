@@ -30,12 +30,21 @@ _ANSWER_SECONDS = 10.0
 _MAX_TOGETHER = 5000
 """Names in one query; databases have a limit."""
 _ANSWERED_AT_ONCE = 4
-"""Jobs of a batch are done together. If all who wait for them were answered at once, whoever comes then would wait."""
+"""Jobs of a batch are done together. If all who wait for them were answered at once, all would come with their next
+submissions at once, and wait for each other."""
+_BREATH_SECONDS = 0.003
+"""How long the next few wait at most while submissions are being written."""
 _MAX_PENDING = 100_000
 
 T = TypeVar("T")
 Query: TypeAlias = Callable[[Sequence[str]], Awaitable[Mapping[str, T]]]
 """What the store knows about these names; those it does not know are left out."""
+Breathe: TypeAlias = Callable[[float], Awaitable[None]]
+"""Lets others go first, for so many seconds at most."""
+
+
+async def _yield(seconds: float) -> None:
+    await asyncio.sleep(0)
 
 
 class Workers(Protocol):
@@ -111,8 +120,9 @@ class _Question(NamedTuple, Generic[T]):
 class Board(Generic[T]):
     """Questions about names, answered by one query for all that are due."""
 
-    def __init__(self, query: Query[T], news: asyncio.Event) -> None:
+    def __init__(self, query: Query[T], news: asyncio.Event, breathe: Breathe) -> None:
         self._query = query
+        self._breathe = breathe
         self._news = news
         self._questions: defaultdict[str, set[_Question[T]]] = defaultdict(set)
         self._due: set[str] = set()
@@ -157,7 +167,7 @@ class Board(Generic[T]):
         known = await self._known(list(asked))
         for number, (name, questions) in enumerate(asked.items()):
             if number % _ANSWERED_AT_ONCE == 0:
-                await asyncio.sleep(0)
+                await self._breathe(_BREATH_SECONDS)
             for question in questions:
                 if question.is_answer(known.get(name)):
                     question.settle(known.get(name))
@@ -179,12 +189,15 @@ class Board(Generic[T]):
 
 
 class Waiting:
-    """`statuses` tells where jobs stand, `newest` the highest cursor of sampling sessions."""
+    """`statuses` tells where jobs stand, `newest` the highest cursor of sampling sessions.
 
-    def __init__(self, statuses: Query[Status], newest: Query[int]) -> None:
+    `breathe` is called between answers.
+    """
+
+    def __init__(self, statuses: Query[Status], newest: Query[int], breathe: Breathe = _yield) -> None:
         self._news = asyncio.Event()
-        self._jobs = Board(statuses, self._news)
-        self._streams = Board(newest, self._news)
+        self._jobs = Board(statuses, self._news, breathe)
+        self._streams = Board(newest, self._news, breathe)
         self._limits: set[asyncio.Timeout] = set()
         self._is_draining = False
         self._pending: dict[str, str] = {}

@@ -34,6 +34,12 @@ class Intake(Generic[A, W]):
             self._writer = asyncio.create_task(self._write_all())
         return await future
 
+    async def rest(self, seconds: float) -> None:
+        """Until nothing is left to be written, or for so many seconds."""
+        await asyncio.sleep(0)  # what has come by now is seen first
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=seconds)
+
     async def _write_all(self) -> None:
         """Whatever arrives while one batch is being written makes up the next one."""
         try:
