@@ -43,10 +43,6 @@ Breathe: TypeAlias = Callable[[float], Awaitable[None]]
 """Lets others go first, for so many seconds at most."""
 
 
-async def _yield(seconds: float) -> None:
-    await asyncio.sleep(0)
-
-
 class Workers(Protocol):
     """The processes that run jobs, as far as the API needs them."""
 
@@ -194,7 +190,7 @@ class Waiting:
     `breathe` is called between answers.
     """
 
-    def __init__(self, statuses: Query[Status], newest: Query[int], breathe: Breathe = _yield) -> None:
+    def __init__(self, statuses: Query[Status], newest: Query[int], breathe: Breathe) -> None:
         self._news = asyncio.Event()
         self._jobs = Board(statuses, self._news, breathe)
         self._streams = Board(newest, self._news, breathe)

@@ -67,3 +67,24 @@ def test_a_failing_disk_fails_everybody_and_is_tried_again_by_the_next() -> None
         assert (await intake.add(submission("a"))).is_new
 
     asyncio.run(main())
+
+
+def test_it_rests_when_all_is_written_and_is_not_waited_for_longer_than_asked() -> None:
+    async def main() -> None:
+        is_written = asyncio.Event()
+
+        async def write(submissions: Sequence[Submission]) -> list[Enqueued]:
+            await is_written.wait()
+            return [Enqueued(request_id="r", is_new=True) for _ in submissions]
+
+        intake = Intake(write)
+        await asyncio.wait_for(intake.rest(60), 10)  # at once
+        adding = asyncio.create_task(intake.add(submission("a")))
+        await intake.rest(0.001)
+        assert not adding.done()
+        resting = asyncio.create_task(intake.rest(60))
+        is_written.set()
+        await asyncio.wait_for(resting, 10)
+        assert adding.done()
+
+    asyncio.run(main())

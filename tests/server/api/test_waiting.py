@@ -10,7 +10,7 @@ import pytest
 from tinsmith.errors import InvalidInputError
 from tinsmith.server import waiting as waiting_module
 from tinsmith.server.store.records import Done, Status
-from tinsmith.server.waiting import Waiting
+from tinsmith.server.waiting import Breathe, Waiting
 
 
 def status(request_id: str, *, is_done: bool) -> Status:
@@ -46,9 +46,13 @@ class Jobs:
         return {name: self.newest[name] for name in names if name in self.newest}
 
 
-def run(jobs: Jobs, script: Callable[[Waiting], Awaitable[None]]) -> None:
+async def nobody_goes_first(seconds: float) -> None:
+    await asyncio.sleep(0)
+
+
+def run(jobs: Jobs, script: Callable[[Waiting], Awaitable[None]], breathe: Breathe = nobody_goes_first) -> None:
     async def main() -> None:
-        waiting = Waiting(jobs.statuses, jobs.cursors)
+        waiting = Waiting(jobs.statuses, jobs.cursors, breathe)
         answering = asyncio.create_task(waiting.run())
         try:
             await asyncio.wait_for(script(waiting), 10)
@@ -62,6 +66,28 @@ def run(jobs: Jobs, script: Callable[[Waiting], Awaitable[None]]) -> None:
 async def settled() -> None:
     for _ in range(10):
         await asyncio.sleep(0)
+
+
+def test_results_that_come_together_are_given_out_a_few_at_a_time_while_others_go_first() -> None:
+    names = [f"s:{number:03}" for number in range(10)]
+    jobs, turns = Jobs(*names), asyncio.Semaphore(0)
+
+    async def wait_for_a_turn(seconds: float) -> None:
+        await turns.acquire()
+
+    async def script(waiting: Waiting) -> None:
+        polls = [asyncio.create_task(waiting.until_done(name, "o", 60)) for name in names]
+        for _ in range(3):  # nothing is done yet, and they look at all of them in vain
+            turns.release()
+        await settled()
+        jobs.done = dict.fromkeys(names, True)
+        waiting.notice(names)
+        for answered in (4, 8, 10):
+            turns.release()
+            await settled()
+            assert sum(poll.done() for poll in polls) == answered
+
+    run(jobs, script, wait_for_a_turn)
 
 
 def test_a_hundred_who_wait_cost_one_query_when_they_come_and_one_when_it_is_done() -> None:
