@@ -103,8 +103,10 @@ class OnRay:
         return [f"{name}={value}" for name, value in ours.items() if name not in names]
 
     def workers(self, server: ServerProcess) -> list[int]:
-        """None, if the server is gone: then they go, too."""
+        """None, if the server is gone: then they go, too; or if it has no bridge, and so another one leads."""
         with suppress(URLError):
+            if not server.children():
+                return []
             return [worker["process"] for worker in _shown(server)]
         return []
 

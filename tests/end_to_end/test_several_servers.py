@@ -225,7 +225,11 @@ def test_both_show_the_same_workers(pair: Pair, client: tinsmith.ServiceClient) 
         pair.wait_for_ready(server)
         (model,) = server.call("GET", "/dashboard/api/overview").json()["models"]
         shown.append((model["is_ready"], [(each["name"], each["is_ready"]) for each in model["workers"]]))
-    assert shown[0] == shown[1] == (True, [("worker", True)])
+    assert shown[0] == shown[1]
+    is_ready, workers = shown[0]
+    assert is_ready
+    assert workers != []
+    assert all(is_up for _, is_up in workers)
 
     def is_same() -> bool:
         pages = [server.call("GET", "/metrics").body.decode() for server in pair.servers]
@@ -346,13 +350,17 @@ def test_a_restart_of_the_database_changes_no_leader(
 # Who may not join
 
 
+@pytest.mark.one_machine("a server on a cluster has a storage")
+def test_who_has_no_storage_is_refused(pair: Pair, database: str, models: Mapping[str, Path], tmp_path: Path) -> None:
+    told = failed_start(tmp_path, f"--model={MODEL}={models[MODEL]}", f"--database={database}")
+    assert "Another server uses this database" in told
+    assert "give all of them the same --storage, to share it" in told
+
+
 def test_who_would_not_find_the_files_is_refused(
     pair: Pair, database: str, models: Mapping[str, Path], tmp_path: Path
 ) -> None:
     served, shared = f"--model={MODEL}={models[MODEL]}", f"--database={database}"
-    told = failed_start(tmp_path / "without", served, shared)
-    assert "Another server uses this database" in told
-    assert "give all of them the same --storage, to share it" in told
     told = failed_start(tmp_path / "elsewhere", served, shared, f"--storage={STORAGE}/elsewhere")
     assert f"with its files in {STORAGE}:" in told
     assert "start all servers with the same --storage" in told

@@ -27,6 +27,7 @@ EXTRAS = {
     "server": (
         "alembic",
         "filelock",
+        "httptools",
         "prometheus_client",
         "pyrage",
         "safetensors",

@@ -38,7 +38,18 @@ GATE_SECONDS = 3600.0
 STOP_SECONDS = 10.0
 LOOK_AGAIN_SECONDS = 0.1
 
-_NEEDED = ("filelock", "torch", "uvicorn", "starlette", "sqlalchemy", "alembic", "safetensors", "tokenizers", "jinja2")
+_NEEDED = (
+    "filelock",
+    "torch",
+    "uvicorn",
+    "httptools",
+    "starlette",
+    "sqlalchemy",
+    "alembic",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+)
 
 _one_at_a_time = threading.Lock()
 _registrations: dict[tuple[int, Path], filelock.BaseFileLock] = {}
