@@ -11,7 +11,6 @@ from contextlib import ExitStack, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 from unittest import mock
-from urllib.error import URLError
 
 from tests.support.ray_head import RayHead
 
@@ -104,7 +103,7 @@ class OnRay:
 
     def workers(self, server: ServerProcess) -> list[int]:
         """None, if the server is gone: then they go, too; or if it has no bridge, and so another one leads."""
-        with suppress(URLError):
+        with suppress(OSError):
             if not server.children():
                 return []
             return [worker["process"] for worker in _shown(server)]
