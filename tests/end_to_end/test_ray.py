@@ -30,6 +30,8 @@ def cluster() -> Iterator[RayHead]:
     with RayHead() as running, pytest.MonkeyPatch.context() as patch:
         for name, value in running.environment.items():
             patch.setenv(name, value)
+        # How long a process of Ray waits for a head that is gone, a minute unless told otherwise.
+        patch.setenv("RAY_gcs_rpc_server_reconnect_timeout_s", "5")
         yield running
 
 
