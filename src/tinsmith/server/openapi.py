@@ -102,6 +102,8 @@ def _content(model: type[Model] | None, protobuf: bool) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if model is not None:
         content[JSON] = {"schema": _reference(model.__name__)}
+    elif protobuf:  # the result of whatever operation was asked for
+        content[JSON] = {"schema": {"type": "object"}}
     if protobuf:
         content[PROTOBUF] = _BINARY
     return {"content": content} if content else {}

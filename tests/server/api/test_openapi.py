@@ -57,6 +57,11 @@ def test_every_operation_says_what_it_is_for_and_has_a_name_of_its_own() -> None
     assert len({operation["operationId"] for operation in operations}) == len(operations)
 
 
+def test_results_are_described_in_both_languages() -> None:
+    described = document()["paths"]["/api/v1/retrieve_future"]["post"]["responses"]["200"]["content"]
+    assert [*described] == ["application/json", "application/x-protobuf"]
+
+
 def test_the_description_and_its_page_are_served_without_a_key(server: RunningServer) -> None:
     described = server.call("GET", "/openapi.json", key=None)
     assert json.loads(described.body)["openapi"].startswith("3.1")
