@@ -37,6 +37,10 @@ _UNREAD_SECONDS = 60
 _HEAD_BYTES = 64 * 1024
 """How long a head, an extension of a chunk or what follows the last chunk may be: the parser has no limit."""
 
+_MAX_AHEAD = 256
+"""How many requests may wait for the answer to an earlier one: each takes some hundred times the memory it was sent in,
+and uvicorn goes on reading after every answer."""
+
 
 class PatientOnce(HttpToolsProtocol):
     """A connection that is closed if the head of a request does not arrive in time, or is endless: uvicorn would wait
@@ -77,6 +81,8 @@ class PatientOnce(HttpToolsProtocol):
         num_hosts = [name for name, _ in self.headers].count(b"host")
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
             raise ValueError("The request must have one host: a proxy may have looked at another one.")
+        if len(self.pipeline) >= _MAX_AHEAD:
+            raise ValueError(f"More than {_MAX_AHEAD} requests came before the answer to the first of them.")
         super().on_headers_complete()
         if self.parser.should_upgrade():  # it takes what comes after this request for another protocol
             self.cycle.keep_alive = False
@@ -91,7 +97,8 @@ class PatientOnce(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Not where the client would take it for the answer to an earlier request, or for the rest of one."""
-        if self._is_answering and (self.cycle.response_started or not self.cycle.more_body):
+        is_next = self.cycle is self._answered
+        if self._is_answering and (not is_next or self.cycle.response_started or not self.cycle.more_body):
             self.transport.close()
         else:
             super().send_400_response(msg)
@@ -124,8 +131,11 @@ class PatientOnce(HttpToolsProtocol):
             self._unread.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the last request of a connection, and another may be answered that came before it."""
+        """uvicorn tells the last request of a connection, and another may be answered that came before it. If the other
+        side broke it off, it would also keep what came of a head until its time is over.
+        """
         self._read()
+        self._unset_keepalive_if_required()
         if self._answered is not None:
             self._answered.disconnected = True
             self._answered.message_event.set()
