@@ -275,6 +275,17 @@ def test_nothing_is_heard_behind_a_request_for_another_protocol(server: RunningS
     assert b"connection: close" in said
 
 
+@pytest.mark.parametrize("piece", [10_000, 7])
+def test_a_request_for_another_protocol_has_its_body_read(server: RunningServer, piece: int) -> None:
+    """Clients that would rather speak HTTP/2, as Java's, ask for it with every request."""
+    head = f"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEY}\r\ncontent-length: 34\r\n"
+    request = head.encode() + b'connection: upgrade\r\nupgrade: h2c\r\n\r\n{"tags": [], "sdk_version": "1.0"}'
+    with connected(server) as connection:
+        for start in range(0, len(request), piece):
+            connection.sendall(request[start : start + piece])
+        assert received(connection).startswith(b"HTTP/1.1 200 ")
+
+
 def test_a_server_may_have_as_many_connections_as_the_system_allows() -> None:
     script = (
         "import resource; from tinsmith.server.serve import allow_many_connections;"
