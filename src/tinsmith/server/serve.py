@@ -6,9 +6,11 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 from functools import partial
 from types import FrameType
 
+import httptools
 import uvicorn
 from starlette.applications import Starlette
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -37,6 +39,10 @@ _UNREAD_SECONDS = 60
 _HEAD_BYTES = 64 * 1024
 """How long a head, an extension of a chunk or what follows the last chunk may be: the parser has no limit."""
 
+_MAX_AHEAD = 256
+"""How many requests may wait for the answer to an earlier one: each takes some hundred times the memory it was sent in,
+and uvicorn goes on reading after every answer."""
+
 
 class PatientOnce(HttpToolsProtocol):
     """A connection that is closed if the head of a request does not arrive in time, or is endless: uvicorn would wait
@@ -46,6 +52,8 @@ class PatientOnce(HttpToolsProtocol):
     _head_due: float | None = None
     _answered: RequestResponseCycle | None = None
     _is_head = True
+    _is_upgrade = False
+    _data = b""
     _idle_bytes = 0
     """Those that came since the last end of a head, piece of a body or end of a request."""
     _unread: asyncio.TimerHandle | None = None
@@ -56,7 +64,9 @@ class PatientOnce(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._idle_bytes += len(data)
+        self._data = data
         super().data_received(data)
+        self._data = b""
         if self._idle_bytes > _HEAD_BYTES:
             self.send_400_response(f"The head of the request is longer than {_HEAD_BYTES} bytes.")
         elif self._is_answering:
@@ -77,9 +87,13 @@ class PatientOnce(HttpToolsProtocol):
         num_hosts = [name for name, _ in self.headers].count(b"host")
         if num_hosts > 1 or (num_hosts == 0 and self.parser.get_http_version() == "1.1"):
             raise ValueError("The request must have one host: a proxy may have looked at another one.")
-        super().on_headers_complete()
-        if self.parser.should_upgrade():  # it takes what comes after this request for another protocol
-            self.cycle.keep_alive = False
+        if len(self.pipeline) >= _MAX_AHEAD:
+            raise ValueError(f"More than {_MAX_AHEAD} requests came before the answer to the first of them.")
+        if self.parser.get_method() == b"CONNECT":
+            raise ValueError("This is no proxy.")
+        self._is_upgrade = self.parser.should_upgrade()
+        if not self._is_upgrade:
+            super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._idle_bytes = 0
@@ -87,17 +101,31 @@ class PatientOnce(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._idle_bytes = 0
-        super().on_message_complete()
+        if not self._is_upgrade:
+            super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
         """Not where the client would take it for the answer to an earlier request, or for the rest of one."""
-        if self._is_answering and (self.cycle.response_started or not self.cycle.more_body):
+        is_next = self.cycle is self._answered
+        if self._is_answering and (not is_next or self.cycle.response_started or not self.cycle.more_body):
             self.transport.close()
         else:
             super().send_400_response(msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """There is nothing to upgrade to; uvicorn would say how to install something, for every such request."""
+        """There is nothing to upgrade to, so it is an ordinary request, of which the parser would not read the body. It
+        starts anew with the same request without the wish (some clients, as Java's, have it with every request).
+        """
+        upgrade = sys.exception()
+        assert isinstance(upgrade, httptools.HttpParserUpgrade)
+        kept = [(name, value) for name, value in self.headers if name not in (b"connection", b"upgrade")]
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in kept]
+        lines += [b"connection: close", b"", self._data[upgrade.args[0] :]]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+        super().data_received(b"\r\n".join(lines))
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -124,8 +152,11 @@ class PatientOnce(HttpToolsProtocol):
             self._unread.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """uvicorn tells the last request of a connection, and another may be answered that came before it."""
+        """uvicorn tells the last request of a connection, and another may be answered that came before it. If the other
+        side broke it off, it would also keep what came of a head until its time is over.
+        """
         self._read()
+        self._unset_keepalive_if_required()
         if self._answered is not None:
             self._answered.disconnected = True
             self._answered.message_event.set()

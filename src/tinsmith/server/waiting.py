@@ -161,12 +161,17 @@ class Board(Generic[T]):
         if not any(asked.values()):
             return False
         known = await self._known(list(asked))
-        for number, (name, questions) in enumerate(asked.items()):
+        answers = (
+            (question, known.get(name))
+            for name, questions in asked.items()
+            for question in questions
+            if question.is_answer(known.get(name))
+        )
+        # Those who wait on cost no time: of thousands that were looked at in vain, the next result would come too late.
+        for number, (question, value) in enumerate(answers):
             if number % _ANSWERED_AT_ONCE == 0:
                 await self._breathe(_BREATH_SECONDS)
-            for question in questions:
-                if question.is_answer(known.get(name)):
-                    question.settle(known.get(name))
+            question.settle(value)
         return True
 
     async def _known(self, names: Sequence[str]) -> Mapping[str, T]:

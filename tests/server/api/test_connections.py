@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import http.client
 import json
 import re
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -212,6 +214,39 @@ def test_what_is_not_http_behind_a_request_gets_no_answer_that_seems_to_be_for_i
         assert b"400" not in received(connection)
 
 
+def test_what_is_not_http_in_the_body_of_a_second_request_is_no_answer_to_the_first(server: RunningServer) -> None:
+    with connected(server) as connection:
+        connection.sendall(HEAD + CHUNKED + b"\r\nNO CHUNK\r\n")
+        assert b"400" not in received(connection)
+
+
+def test_requests_that_come_before_an_answer_are_not_kept_without_end(server: RunningServer) -> None:
+    """A few bytes make a request, which takes kilobytes: whoever does not read the answers would have all kept."""
+    last = HEAD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+    with connected(server) as connection:
+        connection.sendall(HEAD * 1000 + last)
+        assert received(connection).count(b"HTTP/1.1 200 ") < 1000
+
+
+def test_a_connection_that_was_reset_in_the_middle_of_a_head_is_forgotten_at_once(tmp_path: Path) -> None:
+    """And not only when the head is due: what had come of it would be kept as long."""
+    with RunningServer(tmp_path) as server:
+        end = time.monotonic() + WAIT_SECONDS
+        with connected(server) as connection:
+            connection.sendall(b"GET /" + b"x" * 60_000)
+            while not [1 for each in connections() if getattr(each, "url", b"")]:
+                assert time.monotonic() < end
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        while connections():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def connections() -> list[serve.PatientOnce]:
+    gc.collect()
+    return [each for each in gc.get_objects() if isinstance(each, serve.PatientOnce)]
+
+
 def test_requests_that_come_at_once_are_answered_in_their_order(server: RunningServer) -> None:
     missing = HEAD.replace(b"healthz", b"missing")
     last = HEAD.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
@@ -238,6 +273,17 @@ def test_nothing_is_heard_behind_a_request_for_another_protocol(server: RunningS
         said = received(connection)
     assert said.startswith(b"HTTP/1.1 200 ")
     assert b"connection: close" in said
+
+
+@pytest.mark.parametrize("piece", [10_000, 7])
+def test_a_request_for_another_protocol_has_its_body_read(server: RunningServer, piece: int) -> None:
+    """Clients that would rather speak HTTP/2, as Java's, ask for it with every request."""
+    head = f"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEY}\r\ncontent-length: 34\r\n"
+    request = head.encode() + b'connection: upgrade\r\nupgrade: h2c\r\n\r\n{"tags": [], "sdk_version": "1.0"}'
+    with connected(server) as connection:
+        for start in range(0, len(request), piece):
+            connection.sendall(request[start : start + piece])
+        assert received(connection).startswith(b"HTTP/1.1 200 ")
 
 
 def test_a_server_may_have_as_many_connections_as_the_system_allows() -> None:

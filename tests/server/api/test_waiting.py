@@ -77,9 +77,7 @@ def test_results_that_come_together_are_given_out_a_few_at_a_time_while_others_g
 
     async def script(waiting: Waiting) -> None:
         polls = [asyncio.create_task(waiting.until_done(name, "o", 60)) for name in names]
-        for _ in range(3):  # nothing is done yet, and they look at all of them in vain
-            turns.release()
-        await settled()
+        await settled()  # nothing is done yet, and all are looked at in vain
         jobs.done = dict.fromkeys(names, True)
         waiting.notice(names)
         for answered in (4, 8, 10):
@@ -88,6 +86,32 @@ def test_results_that_come_together_are_given_out_a_few_at_a_time_while_others_g
             assert sum(poll.done() for poll in polls) == answered
 
     run(jobs, script, wait_for_a_turn)
+
+
+def test_those_who_wait_on_do_not_hold_up_who_has_a_result() -> None:
+    """Every second all are looked at. If others went first for those who get nothing, too, the result of one would wait
+    for seconds behind thousands of others while submissions are being written.
+    """
+    names = [f"s:{number:04}" for number in range(1000)]
+    jobs, breaths = Jobs(*names), 0
+
+    async def breathe(seconds: float) -> None:
+        nonlocal breaths
+        breaths += 1
+        await asyncio.sleep(0)
+
+    async def script(waiting: Waiting) -> None:
+        polls = [asyncio.create_task(waiting.until_done(name, "o", 60)) for name in names]
+        await settled()
+        assert breaths == 0
+        jobs.done[names[-1]] = True
+        waiting.notice(names)
+        assert await polls[-1] is not None
+        assert breaths == 1
+        for poll in polls:
+            poll.cancel()
+
+    run(jobs, script, breathe)
 
 
 def test_a_hundred_who_wait_cost_one_query_when_they_come_and_one_when_it_is_done() -> None:
