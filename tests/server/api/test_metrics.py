@@ -85,9 +85,10 @@ def test_what_is_refused_because_of_a_limit_is_counted_by_limit(
     with RunningServer(tmp_path, max_models=1, max_queued_requests=1) as running:
         run = running.model()
         running.workers.hold("optim_step")
-        running.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+        first = running.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
         assert running.post("optim_step", {"model_id": run, "seq_id": 2, "adam_params": {}}).status == 429
         running.workers.release()
+        running.result(first)
         body = {"session_id": running.session(), "model_seq_id": 0, "base_model": MODELS[0], "lora_config": {"rank": 8}}
         running.post("create_model", body)
         found = samples(running)
