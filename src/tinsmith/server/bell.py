@@ -1,4 +1,6 @@
-"""The worker's ear: a pipe in which every byte means that there is work, and whose end means that it should stop."""
+"""The worker's ear: a pipe or a connection in which every byte means that there is work, and whose end means that it
+should stop.
+"""
 
 from __future__ import annotations
 
@@ -18,16 +20,22 @@ def first_line(descriptor: int) -> bytes:
 
 
 class Bell:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    """`inner` is a pipe in which other threads of the worker ring, and which never ends."""
+
+    def __init__(self, descriptor: int, inner: int | None = None) -> None:
+        self._descriptors = [descriptor] if inner is None else [descriptor, inner]
         self.is_closed = False
 
     def rang(self, within_seconds: float = 0.0) -> bool:
         """Whether it has been rung since it was last asked, or is within some seconds; being closed ends the wait."""
         if self.is_closed:
             return False
-        readable, _, _ = select.select([self._descriptor], [], [], within_seconds)
-        if not readable:
+        readable, _, _ = select.select(self._descriptors, [], [], within_seconds)
+        self.is_closed = not all(self._is_open(each) for each in readable)
+        return bool(readable) and not self.is_closed
+
+    def _is_open(self, descriptor: int) -> bool:
+        try:
+            return bool(os.read(descriptor, 4096))
+        except OSError:  # of a connection: whoever was at the other end is gone
             return False
-        self.is_closed = not os.read(self._descriptor, 4096)
-        return not self.is_closed

@@ -32,8 +32,7 @@ def main() -> None:
     logs.configure(settings.log_format, settings.log_level, base_model=settings.base_model)
     logs.log_what_ends_us()
     hold_as_worker(Path(settings.state))
-    parent = os.getppid()
-    run(settings, Bell(_INPUT), _tell, is_wanted=lambda: os.getppid() == parent)
+    run(settings, Bell(_INPUT), _tell)
     os._exit(0)  # whatever else Python and torch would tidy up takes long, and somebody may wait for our end
 
 

@@ -63,7 +63,6 @@ def run(
     settings: WorkerSettings,
     bell: Bell,
     tell: Tell,
-    is_wanted: Callable[[], bool],
     published: PublishedWeights | None = None,
     received: ReceivedWeights | None = None,
     members: MemberLives | None = None,
@@ -71,13 +70,13 @@ def run(
 ) -> None:
     """One worker after another, as often as database or disk hold one up: the base model stays loaded meanwhile.
 
-    `is_wanted` says whether to go on waiting for a database that is out of reach. `members` is where the others of a
-    training group live; when one of them is lost, `end` ends us with the status that it had. See `Worker` for the rest.
+    `members` is where the others of a training group live; when one of them is lost, `end` ends us with the status that
+    it had. See `Worker` for the rest.
     """
     with ExitStack() as life:
         every_second = [lambda: tell(Message())]
         life.enter_context(_beside(every_second))
-        store = _opened_store(settings.database, is_wanted)
+        store = _opened_store(settings.database, bell)
         try:
             if settings.lead:
                 store.lead.work_for(settings.lead)
@@ -175,7 +174,7 @@ def _beside(every_second: Sequence[Callable[[], None]]) -> Iterator[None]:
         thread.join()
 
 
-def _opened_store(url: str, is_wanted: Callable[[], bool]) -> Store:
+def _opened_store(url: str, bell: Bell) -> Store:
     outage = Outage(log)
     while True:
         try:
@@ -183,7 +182,7 @@ def _opened_store(url: str, is_wanted: Callable[[], bool]) -> Store:
         except StoreUnavailableError as error:
             outage.met("The database is out of reach, so its model is not loaded yet", error)
             time.sleep(LOOK_AGAIN_SECONDS)
-            if not is_wanted():
+            if not bell.rang() and bell.is_closed:
                 raise
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from tinsmith.server.messages import Message, WorkerSettings
+from tinsmith.server.messages import WorkerSettings
 from tinsmith.server.on_ray.bridge import Bridge
 from tinsmith.server.on_ray.cluster import Cluster
 from tinsmith.server.on_ray.messages import ClusterSettings, Order, Report, Seat
@@ -43,7 +43,7 @@ async def taken_name(cluster: Cluster, folder: Path) -> Any:
     for life in (1, 2):
         bridge._begin(Order(life=life, do="begin", settings=msgspec.Raw(msgspec.json.encode(settings))), cluster)
     told = msgspec.json.decode(os.read(read, 2**16).splitlines()[0], type=Report)
-    (said,) = [msgspec.json.decode(message, type=Message) for message in told.messages]
+    (said,) = told.messages
     return {"life": told.life, "ended": told.ended, "said": said.failed, "living": [*bridge._lives]}
 
 

@@ -1,6 +1,7 @@
 """A worker in an actor of a Ray cluster, on any of its machines.
 
-The worker has a thread of its own; what it says is fetched by the bridge, which also rings its bell.
+The worker has a thread of its own, which the API process speaks with (`line.py`); its log and its end are fetched by
+the bridge.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from ray.actor import ActorHandle
 
 from tinsmith.server.bell import Bell
 from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.on_ray.line import Line
 from tinsmith.server.on_ray.member import MembersOnRay
+from tinsmith.server.on_ray.messages import LineAddress
 from tinsmith.server.on_ray.speaking import Begun, Heard, Speaker
 from tinsmith.server.state_locks import hold_as_worker
 from tinsmith.server.weights_exchange import Answer, Parcel, PublishedWeights, ReceivedWeights, WeightsWanted
@@ -44,7 +47,7 @@ class WorkerActor:
         self._member_options = members
         self._heard, self._rung = os.pipe()
         os.set_blocking(self._rung, False)
-        self._is_dismissed = False
+        self._line = Line(ray.util.get_node_ip_address())
         self._speaker = Speaker(self._work)
         self._published: PublishedWeights | None = None
         self._received: ReceivedWeights | None = None
@@ -59,16 +62,11 @@ class WorkerActor:
     async def begin(self) -> Begun:
         return self._speaker.begin()
 
+    async def line(self) -> LineAddress:
+        return self._line.address
+
     async def heard(self) -> Heard:
         return await self._speaker.heard()
-
-    async def wake(self) -> None:
-        self._ring()
-
-    async def dismiss(self) -> None:
-        if not self._is_dismissed:
-            self._is_dismissed = True
-            os.close(self._rung)
 
     # The weights of samplers, from who trains to those who sample
 
@@ -106,15 +104,14 @@ class WorkerActor:
         state = Path(settings.state)
         state.mkdir(mode=0o700, parents=True, exist_ok=True)  # on other machines, for copies of files
         hold_as_worker(state)
-        is_wanted = lambda: not self._is_dismissed  # noqa: E731
-        speaker = self._speaker
-        members = MembersOnRay(self._member_options, speaker.tell, speaker.note_log)
-        run(settings, Bell(self._heard), speaker.tell, is_wanted, self._published, self._received, members, speaker.end)
+        line, speaker = self._line, self._speaker
+        members = MembersOnRay(self._member_options, line.tell, speaker.note_log)
+        bell = Bell(line.wait_for_call(), self._heard)
+        run(settings, bell, line.tell, self._published, self._received, members, speaker.end)
 
     def _ring(self) -> None:
-        if not self._is_dismissed:
-            with contextlib.suppress(BlockingIOError):  # it is full of rings already
-                os.write(self._rung, b".")
+        with contextlib.suppress(BlockingIOError):  # it is full of rings already
+            os.write(self._rung, b".")
 
 
 def _put(frozen: FrozenAdapter) -> Any:

@@ -101,7 +101,7 @@ class Bridge:
             if order.do == "begin":
                 self._begin(order, cluster)
             elif (life := self._lives.get(order.life)) is not None:
-                life.obey(order)
+                life.kill()
 
     def _begin(self, order: Order, cluster: Cluster) -> None:
         """One that Ray does not take concerns nobody else: the name of its last life may still be known there.
@@ -112,7 +112,7 @@ class Bridge:
             begun = self._lives[order.life] = _ActorLife(self, order, cluster)
         except ValueError as error:
             log.exception("An actor could not be made.")
-            why = msgspec.Raw(msgspec.json.encode(Message(failed=f"Ray did not take its actor: {reason(error)}")))
+            why = Message(failed=f"Ray did not take its actor: {reason(error)}")
             self.tell(Report(life=order.life, messages=[why], ended=UNSEEN))
             return
         self._introduce(begun.settings.base_model)
@@ -154,12 +154,9 @@ class _ActorLife:
         self.actor: Any = actor.remote(bytes(order.settings), trainer, cluster.member_options(base_model, place))
         self._task = asyncio.create_task(self._live())
 
-    def obey(self, order: Order) -> None:
-        if order.do == "kill":
-            self._is_killed = True
-            self._kill()
-        else:
-            getattr(self.actor, order.do).remote()
+    def kill(self) -> None:
+        self._is_killed = True
+        self._kill()
 
     async def _live(self) -> None:
         status = UNSEEN
@@ -183,6 +180,7 @@ class _ActorLife:
         if begun.version != __version__:
             self._say(Message(failed=other_version(begun.version, begun.where), is_final=True))
             return 1
+        self._bridge.tell(Report(life=self._number, line=await self.actor.line.remote()))
         return await self._followed()
 
     async def _followed(self) -> int:
@@ -198,9 +196,6 @@ class _ActorLife:
             for line in heard.log_lines:
                 sys.stderr.write(line)
             sys.stderr.flush()
-            if heard.messages:
-                raw = [msgspec.Raw(message) for message in heard.messages]
-                self._bridge.tell(Report(life=self._number, messages=raw))
             if heard.is_dying:
                 dying_with = heard.status
             elif heard.status is not None:
@@ -217,7 +212,7 @@ class _ActorLife:
         return waiting.result()
 
     def _say(self, message: Message) -> None:
-        self._bridge.tell(Report(life=self._number, messages=[msgspec.Raw(msgspec.json.encode(message))]))
+        self._bridge.tell(Report(life=self._number, messages=[message]))
 
     def _kill(self) -> None:
         with contextlib.suppress(Exception):  # it is gone already, or the cluster is

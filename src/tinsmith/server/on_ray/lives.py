@@ -1,4 +1,4 @@
-"""The API process's end of the bridge to a Ray cluster."""
+"""The API process's end of the bridge to a Ray cluster, and of the lines to the workers there."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ import msgspec
 from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server.config import ServerConfig
 from tinsmith.server.lives import CannotBeginError, Life, Lives
-from tinsmith.server.messages import WorkerSettings
-from tinsmith.server.on_ray.messages import ClusterSettings, Order, Report, Seat
+from tinsmith.server.messages import Message, WorkerSettings
+from tinsmith.server.on_ray.messages import ClusterSettings, LineAddress, Order, Report, Seat
+from tinsmith.server.process_life import MAX_LINE_BYTES
 from tinsmith.server.suspects import UNSEEN
 
 log = logging.getLogger(__name__)
 
 BRIDGE_MODULE = "tinsmith.server.on_ray.bridge"
 STOP_SECONDS = 15.0
+CALL_SECONDS = 30.0
+LAST_WORDS_SECONDS = 5.0
 _MAX_LINE_BYTES = 2**26
 
 
@@ -152,35 +155,76 @@ def _gone(status: int) -> str:
 
 
 class RayLife(Life):
+    """Begun and ended through the bridge, and spoken with directly: a worker begins to work when it is called."""
+
     def __init__(self, bridge: _Bridge, number: int) -> None:
         self._bridge = bridge
         self._number = number
-        self._said: asyncio.Queue[msgspec.Raw | None] = asyncio.Queue()
+        self._said: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._line: asyncio.StreamWriter | None = None
+        self._listening: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._end: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def hear(self, report: Report) -> None:
         for message in report.messages:
-            self._said.put_nowait(message)
-        if report.ended is not None and not self._end.done():
-            self._said.put_nowait(None)
-            self._end.set_result(report.ended)
+            self._say(message)
+        if report.line is not None:
+            self._listening = asyncio.create_task(self._listen(report.line))
+        if report.ended is not None and self._ending is None:
+            self._ending = asyncio.create_task(self._end_with(report.ended))
 
-    def wake(self) -> None:
-        self._tell("wake")
+    async def _listen(self, address: LineAddress) -> None:
+        try:
+            async with asyncio.timeout(CALL_SECONDS):
+                reader, line = await asyncio.open_connection(address.host, address.port, limit=MAX_LINE_BYTES)
+        except OSError as error:
+            self._say(Message(failed=_unreachable(address, error)))
+            self.kill()
+            return
+        line.write(address.secret.encode())
+        self._line = line
+        try:
+            with contextlib.suppress(OSError):  # how it ended, the bridge tells
+                async for message in reader:
+                    self._said.put_nowait(message)
+        finally:
+            line.close()
+
+    async def _end_with(self, status: int) -> None:
+        """When all is heard that it said: its process is gone, and so is its end of the line, if its machine is up."""
+        if self._listening is not None:
+            await asyncio.wait({self._listening}, timeout=LAST_WORDS_SECONDS)
+            self._listening.cancel()
+        self._said.put_nowait(None)
+        self._end.set_result(status)
+
+    def _say(self, message: Message) -> None:
+        self._said.put_nowait(msgspec.json.encode(message))
 
     async def heard(self) -> AsyncIterator[bytes]:
         while (message := await self._said.get()) is not None:
-            yield bytes(message)
+            yield message
 
     async def ended(self) -> int:
         return await asyncio.shield(self._end)
 
+    def wake(self) -> None:
+        if self._line is not None:  # else it looks for itself when it begins
+            with contextlib.suppress(OSError, RuntimeError):  # it has just died; its successor looks for itself
+                self._line.write(b".")
+
     def dismiss(self) -> None:
-        self._tell("dismiss")
+        """What it says until it ends is still heard."""
+        if self._line is not None:
+            with contextlib.suppress(OSError, RuntimeError):
+                self._line.write_eof()
 
     def kill(self) -> None:
-        self._tell("kill")
+        if self._ending is None:
+            self._bridge.tell(Order(life=self._number, do="kill"))
 
-    def _tell(self, what: str) -> None:
-        if not self._end.done():
-            self._bridge.tell(Order(life=self._number, do=what))  # type: ignore[arg-type]
+
+def _unreachable(address: LineAddress, error: OSError) -> str:
+    where, why = f"{address.host}:{address.port}", error.strerror or type(error).__name__
+    return f"it cannot be reached at {where} ({why}); the nodes of a Ray cluster must reach each other at all ports"

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from tinsmith.server.logs import LogFormat, LogLevel
+from tinsmith.server.messages import Message
 
 
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,11 +34,19 @@ class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_level: LogLevel = "info"
 
 
+class LineAddress(msgspec.Struct, frozen=True, array_like=True):
+    """Where a worker waits to be called by the API process, and what it wants to hear first."""
+
+    host: str
+    port: int
+    secret: str
+
+
 class Order(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What shall happen to one life of a worker, by its number."""
 
     life: int
-    do: Literal["begin", "wake", "dismiss", "kill"]
+    do: Literal["begin", "kill"]
     settings: msgspec.Raw = msgspec.Raw(b"null")
     """`WorkerSettings` of one that begins."""
 
@@ -50,7 +59,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     refused: str = ""
     """Why there is no cluster to be had, and what to do about it."""
     life: int = 0
-    messages: Sequence[msgspec.Raw] = ()
-    """What it said: `Message` each."""
+    messages: Sequence[Message] = ()
+    """What is to be said of it by others than itself."""
+    line: LineAddress | None = None
+    """It has begun, and waits to be called here."""
     ended: int | None = None
     """How it ended."""
