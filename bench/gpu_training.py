@@ -89,7 +89,9 @@ def against_peft(name: str, lengths: Sequence[int], bar: float, work: str, rate:
                for time, memory in ((ours, our_memory), (peer, peer_memory))]  # fmt: skip
     rows = [Row(f"train {name}, {work}", *figures, peer / ours, bar, f"{share:.0%} of the matrix rate")]
     if name == "8B":
-        rows.append(Row("its share of the matrix rate", f"{share:.2f}", "", share, 0.65))
+        lasting = matrix_rate(2000)
+        note = f"{share * rate / lasting:.2f} of {lasting / 1e12:.0f} TFLOP/s, the rate over seconds"
+        rows.append(Row("its share of the matrix rate", f"{share:.2f}", "", share, 0.65, note))
         rows.append(Row("half the peer's memory over ours", f"{our_memory:.0f} GiB", f"{peer_memory:.0f} GiB",
                         peer_memory / 2 / our_memory, 1))  # fmt: skip
     return rows

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.server.engine.gpu import attention, elementwise
+from tinsmith.server.engine.gpu.aside import Aside
 from tinsmith.server.engine.gpu.joined import Joined, Rooms
 from tinsmith.server.engine.lora import RECORDED, LoraRows
 from tinsmith.server.engine.model import Layer, Transformer
@@ -81,13 +82,15 @@ class _Pass(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, dnormed: Tensor) -> tuple[None, ...]:
         dx: Tensor | None = None
-        while ctx.passed:
-            block, (x, normed), kept = ctx.passed.pop()
-            if kept is None:
-                kept = block.forward(x, normed)[2]
-            # Below the first block there is nothing to train.
-            dx, dnormed = block.backward(dx, dnormed, normed, kept, goes_on=bool(ctx.passed))
-            del kept, x, normed
+        with Aside(dnormed.device) as aside:
+            while ctx.passed:
+                block, (x, normed), kept = ctx.passed.pop()
+                if kept is None:
+                    kept = block.forward(x, normed)[2]
+                # Below the first block there is nothing to train.
+                dx, dnormed = block.backward(dx, dnormed, normed, kept, aside, goes_on=bool(ctx.passed))
+                del kept, x, normed
+                aside.end_round()
         return (None,) * 6
 
 
@@ -152,28 +155,31 @@ class _Block:
         return x_after, following, kept
 
     def backward(
-        self, dx: Tensor | None, dfollowing: Tensor, normed: Tensor, kept: _Kept, *, goes_on: bool
+        self, dx: Tensor | None, dfollowing: Tensor, normed: Tensor, kept: _Kept, aside: Aside, *, goes_on: bool
     ) -> tuple[Tensor, Tensor]:
         """The gradients of residual and norm after the block -> those before it, [T, hidden] each.
 
-        Where it does not go on below, that of the norm is left out.
+        Where it does not go on below, that of the norm is left out. Those of the adapter are computed aside.
         """
         width = kept.x.shape[1]
         dx, dy = self._norm_gradient(dx, dfollowing, kept.x_after, kept.inverse_after, self.next_norm, self.down)
+        self.down.fill_room(dy)
         dactive = self.down.gradient(dy)
         dgate_up = self.gate_up.new_gradient(kept.x)
         elementwise.gated_silu_again(dactive, kept.gate_up, dgate_up[:, self.gate_up.room :])
         active = dactive  # it took the place of its gradient
-        self.down.add_weight_gradients(active, kept.active_a, dy)
+        aside.do(self.down.add_weight_gradients, active, kept.active_a, dy)
         del dactive, active
+        self.gate_up.fill_room(dgate_up)
+        aside.do(self.gate_up.add_weight_gradients, kept.inner[:, :width], kept.inner[:, width:], dgate_up)
         dinner = self.gate_up.gradient(dgate_up)
-        self.gate_up.add_weight_gradients(kept.inner[:, :width], kept.inner[:, width:], dgate_up)
         del dgate_up
 
         dx, dy = self._norm_gradient(dx, dinner, kept.x, kept.inverse, self.layer.mlp_norm, self.output)
-        dattended = self.output.gradient(dy)
         by_head = self._by_head(kept.attended)
-        self.output.add_weight_gradients(by_head.flatten(1), kept.attended[:, -self.output.room :], dy)
+        self.output.fill_room(dy)
+        aside.do(self.output.add_weight_gradients, by_head.flatten(1), kept.attended[:, -self.output.room :], dy)
+        dattended = self.output.gradient(dy)
         q, k, v = self._queries_keys_values(kept.heads, kept.turned)
         dq, dk, dv = attention.gradients(dattended.view(by_head.shape), q, k, v, by_head, kept.log_sums, self.tiles)
         dheads = self.qkv.new_gradient(kept.x)
@@ -181,13 +187,9 @@ class _Block:
             dq, dk, dv, kept.heads, self.layer.qk_norm, self.eps, self.turn,
             dheads[:, self.qkv.room :].unflatten(1, kept.heads.shape[1:]),
         )  # fmt: skip
-        if goes_on:
-            dnormed = self.qkv.gradient(dheads)
-        else:
-            dnormed = dheads
-            self.qkv.fill_room(dheads)
-        self.qkv.add_weight_gradients(normed[:, :width], normed[:, width:], dheads)
-        return dx, dnormed
+        self.qkv.fill_room(dheads)
+        aside.do(self.qkv.add_weight_gradients, normed[:, :width], normed[:, width:], dheads)
+        return dx, self.qkv.gradient(dheads) if goes_on else dheads
 
     def _norm_gradient(
         self, dx: Tensor | None, dy: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, before: Joined

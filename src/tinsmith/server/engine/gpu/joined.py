@@ -91,13 +91,13 @@ class Joined:
         self._site.shrink(x[:, :num_in], x[:, num_in:])
         return self._matrix.product_with_columns_beside(x)
 
-    def gradient(self, dy: Tensor) -> Tensor:
-        """[T, room + out] -> [T, in]; the room is filled."""
-        self.fill_room(dy)
-        return self._matrix.gradient_with_rows_above(dy)
-
     def fill_room(self, dy: Tensor) -> None:
+        """Before the gradients: [T, room + out]"""
         self._site.shrink_gradient(dy[:, self.room :], dy[:, : self.room])
+
+    def gradient(self, dy: Tensor) -> Tensor:
+        """[T, room + out], filled -> [T, in]"""
+        return self._matrix.gradient_with_rows_above(dy)
 
     def add_weight_gradients(self, x: Tensor, xa: Tensor, dy: Tensor) -> None:
         """Add those of A and B to the adapter's buffers: [T, in], [T, room] and [T, room + out], all filled."""
