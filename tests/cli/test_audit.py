@@ -31,6 +31,7 @@ def test_keys_that_are_made_and_revoked_here_are_in_the_trail(cli: InProcess, st
     assert cli("keys", "revoke", "1", "--yes", "--state", state).code == 1
     assert cli("keys", "revoke", "7", "--yes", "--state", state).code == 1
     events = cli("-f", "json", "audit", "--state", state).json()["events"]
+    assert [event["details"].get("reason") for event in events[:2]] == ["there is no such key", "it was revoked before"]
     assert [(event["event"], event["outcome"], event["key_id"]) for event in events] == [
         ("key_revoke", "refused", 7),
         ("key_revoke", "refused", 1),

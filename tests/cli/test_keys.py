@@ -126,3 +126,36 @@ def test_a_database_that_cannot_be_reached_is_told_without_its_password(cli: InP
     assert done.code == 1
     assert "The database cannot be opened" in done.err
     assert "secret" not in done.err
+
+
+def test_a_key_is_revoked_by_its_name_if_no_other_good_one_has_it(cli: InProcess, state: Path) -> None:
+    def create(name: str) -> dict[str, str]:
+        made: dict[str, str] = cli("-f", "json", "keys", "create", name, "--state", state).json()
+        return made
+
+    of_ann, of_bob = create("laptop"), create("laptop")
+    doubtful = cli("keys", "revoke", "laptop", "--yes", "--state", state)
+    assert doubtful.code == 1
+    assert f"2 keys have the name 'laptop': {of_ann['key_id']}, {of_bob['key_id']}." in doubtful.err
+    assert cli("keys", "revoke", str(of_bob["key_id"]), "--yes", "--state", state).code == 0
+    assert cli("keys", "revoke", "laptop", "--yes", "--state", state) == (0, "", "")
+    assert verified(state, of_ann["key"]) is None
+    assert "was revoked before" in cli("keys", "revoke", "laptop", "--yes", "--state", state).err
+    for unknown in ("phone", "9" * 30):
+        assert f"There is no key {unknown}." in cli("keys", "revoke", unknown, "--yes", "--state", state).err
+
+
+def test_a_key_that_is_given_instead_of_its_name_is_neither_shown_nor_kept(cli: InProcess, state: Path) -> None:
+    key = cli("keys", "create", "laptop", "--state", state).out.strip()
+    done = cli("keys", "revoke", key, "--yes", "--state", state)
+    assert done.code == 1
+    assert "There is no key with that name." in done.err
+    assert key not in done.err + cli("-f", "json", "audit", "--state", state).out
+    assert verified(state, key) is not None
+
+
+def test_a_number_is_never_taken_for_a_name(cli: InProcess, state: Path) -> None:
+    first, second = (cli("-f", "json", "keys", "create", name, "--state", state).json() for name in ("2", "other"))
+    assert cli("keys", "revoke", "2", "--yes", "--state", state).code == 0
+    assert verified(state, first["key"]) == first["owner"]
+    assert verified(state, second["key"]) is None

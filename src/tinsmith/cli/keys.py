@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,25 +91,46 @@ def list_keys(options: Options, owner: str | None, state: Path | None, database:
 
 
 @command.command("revoke")
-@click.argument("key_id", type=int)
+@click.argument("key", metavar="KEY")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @place_options
-def revoke(key_id: int, yes: bool, state: Path | None, database: str) -> None:
-    """Refuse a key from now on. A running server does so at once."""
+def revoke(key: str, yes: bool, state: Path | None, database: str) -> None:
+    """Refuse a key, given by its number or its name, from now on. A running server does so at once."""
     if not yes:
         check_can_ask()
+    shows_them = keys_command("list", state, database)
     with opened_store(state, database) as store:
-        key = next((key for key in store.keys.all() if key.key_id == key_id), None)
-        if key is None or key.revoked:
-            store.audit.record(_refused(key_id, key))
-        if key is None:
-            remedy = f"`{keys_command('list', state, database)}` shows those there are."
-            raise CommandFailed(f"There is no key {key_id}.", remedy=remedy)
-        if key.revoked:
-            raise CommandFailed(f"Key {key_id}, {key.name!r}, was revoked before.")
+        found = _named(key, store.keys.all(), shows_them)
+        if found is None or found.revoked:
+            store.audit.record(_refused(key, found))
+        if found is None:
+            which = "with that name" if key.startswith("tml-") else key  # a key itself is not repeated
+            raise CommandFailed(f"There is no key {which}.", remedy=f"`{shows_them}` shows those there are.")
+        if found.revoked:
+            raise CommandFailed(f"Key {found.key_id}, {found.name!r}, was revoked before.")
         if not yes:
-            confirm(f"Key {key_id}, {key.name!r} of {key.owner}, will be refused for ever.", "Revoke it?")
-        store.keys.revoke(key_id, address=_command_line())
+            confirm(f"Key {found.key_id}, {found.name!r} of {found.owner}, will be refused for ever.", "Revoke it?")
+        store.keys.revoke(found.key_id, address=_command_line())
+
+
+def _named(wanted: str, keys: Sequence[ApiKey], shows_them: str) -> ApiKey | None:
+    """A number is that of a key, whatever the names are. Keys of several owners, and revoked ones, may share a name."""
+    if (number := _number(wanted)) is not None:
+        return next((key for key in keys if key.key_id == number), None)
+    named = [key for key in keys if key.name == wanted]
+    found = [key for key in named if not key.revoked] or named[:1]
+    if len(found) > 1:
+        numbers = ", ".join(str(key.key_id) for key in found)
+        raise CommandFailed(
+            f"{len(found)} keys have the name {wanted!r}: {numbers}.",
+            remedy=f"Give the number of the one you mean; `{shows_them}` tells whose they are.",
+        )
+    return found[0] if found else None
+
+
+def _number(wanted: str) -> int | None:
+    """If it is one that a database can hold."""
+    return int(wanted) if wanted.isdecimal() and len(wanted) <= 18 else None
 
 
 def _check_owner(owner: str | None, known: set[str], shows_them: str) -> None:
@@ -129,11 +151,19 @@ def _command_line() -> str:
     return command_line()
 
 
-def _refused(key_id: int, key: ApiKey | None) -> NewEvent:
+def _refused(wanted: str, key: ApiKey | None) -> NewEvent:
+    """A name that is none is left out: it may be a key itself."""
     from tinsmith.server.store.records import NewEvent
 
-    owner = key.owner if key else ""
-    return NewEvent(owner=owner, event="key_revoke", outcome="refused", key_id=key_id, address=_command_line())
+    owner, key_id = (key.owner, key.key_id) if key else ("", _number(wanted))
+    return NewEvent(
+        owner=owner,
+        event="key_revoke",
+        outcome="refused",
+        key_id=key_id,
+        address=_command_line(),
+        details={"reason": "it was revoked before" if key else "there is no such key"},
+    )
 
 
 def _shown(key: ApiKey) -> dict[str, Any]:
