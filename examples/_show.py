@@ -2,9 +2,12 @@
 
 import argparse
 import inspect
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -40,6 +43,12 @@ def table(*rows: Sequence[str]) -> None:
     for first, *others in [rows[0], rule, *rows[1:]]:
         cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
         print("  ".join([first.ljust(widths[0]), *cells]))
+
+
+def command(name: str) -> str:
+    """How to call what is installed beside this Python: by its path, unless the shell finds it by its name."""
+    path = Path(sys.executable).with_name(name)
+    return name if shutil.which(name) == str(path) else os.path.relpath(path)
 
 
 def run(main: Callable[..., Any]) -> None:

@@ -41,7 +41,7 @@ def main(
         after = answers(service.create_sampling_client(checkpoint), tokenizer)
     for question, old, new in zip(HELD_OUT, before, after, strict=True):
         print(f"\n{question}\n  before  {old}\n  after   {new}")
-    print(f"\nTalk to it:\n  tinsmith --base-url {base_url} chat {checkpoint}")
+    print(f"\nTalk to it:\n  {_show.command('tinsmith')} --base-url {base_url} chat {checkpoint}")
     return {"curve": losses, "answers": after, "checkpoint": checkpoint}
 
 

@@ -191,7 +191,7 @@ def test_the_model_cache_is_where_the_environment_says(
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").touch()
     found = examine()
-    assert found["Model cache"]["message"] == f"{home / 'hf' / 'hub'} (HF_HOME), 1 models"
+    assert found["Model cache"]["message"] == f"{home / 'hf' / 'hub'} (HF_HOME), 1 model"
     assert found["Embedded model"]["message"] == str(snapshot.parents[1])
 
 

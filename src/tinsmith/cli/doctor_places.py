@@ -36,7 +36,7 @@ def _cache() -> Check:
     source = next((name for name in ("HF_HUB_CACHE", "HF_HOME") if os.environ.get(name)), "by default")
     offline = ", offline (HF_HUB_OFFLINE)" if os.environ.get("HF_HUB_OFFLINE") else ""
     count = len(list(folder.glob("models--*")))
-    return ok("Model cache", f"{folder} ({source}), {count} models{offline}")
+    return ok("Model cache", f"{folder} ({source}), {count} {'model' if count == 1 else 'models'}{offline}")
 
 
 def _embedded() -> Check:
