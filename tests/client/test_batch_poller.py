@@ -98,8 +98,9 @@ def test_ids_of_a_poll_that_failed_are_reported_again(server: FakeServer) -> Non
     first.result(10)
     server.script("retrieve_futures", Drop(), Reply(503, json={}))
     server.hold("asample")
+    earlier = len(server.received("retrieve_futures"))
     second = client.sample(PROMPT, 1, PARAMS)
-    polls = server.wait_for("retrieve_futures", len(server.received("retrieve_futures")) + 3)
+    polls = server.wait_for("retrieve_futures", earlier + 3)
     assert [poll.json()["retrieved_request_ids"] for poll in polls[-3:]] == [[first.request_id]] * 3
     server.release()
     second.result(10)

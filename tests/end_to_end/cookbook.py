@@ -17,7 +17,7 @@ from tests.end_to_end.serving import KEY, ServerProcess
 from tests.support.hub import clean_environment
 
 PACKAGE = "tinker-cookbook[math-rl]==0.5.8"
-RUN_SECONDS = 240.0
+RUN_SECONDS = 480.0
 
 _WITH_OUR_CLIENT = """
 import runpy, sys

@@ -130,7 +130,11 @@ def scripts(tmp_path: Path, model: Path) -> Iterator[Scripts]:
     scripts.wait_for_the_servers_end()
 
 
-def test_scripts_share_a_server_that_ends_with_the_last_of_them(scripts: Scripts) -> None:
+def test_scripts_share_a_server_that_ends_with_the_last_of_them(scripts: Scripts, tmp_path: Path) -> None:
+    """Keys that a server of the same folder has given out do not shut its user out."""
+    store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
+    store.keys.create("ann", "laptop", "")
+    store.close()
     first, second = scripts.start(), scripts.start()
     first.tell("connect")
     second.tell("connect")
@@ -145,31 +149,18 @@ def test_scripts_share_a_server_that_ends_with_the_last_of_them(scripts: Scripts
     assert not takes_connections(server)
 
 
-def test_keys_of_a_server_of_the_same_folder_do_not_shut_its_user_out(scripts: Scripts, tmp_path: Path) -> None:
-    store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
-    store.keys.create("ann", "laptop", "")
-    store.close()
-    script = scripts.start()
-    assert script.ask("connect") == "connected"
-    assert script.ask("train") == "True True"
-    script.leave()
-
-
-def test_a_server_whose_users_are_killed_ends(scripts: Scripts) -> None:
-    script = scripts.start()
-    script.ask("connect")
-    script.process.kill()
-    scripts.wait_for_the_servers_end()
-
-
-def test_a_killed_server_is_replaced_for_new_clients(scripts: Scripts) -> None:
+def test_a_killed_server_is_replaced_for_new_clients_and_ends_when_its_users_are_killed(scripts: Scripts) -> None:
     script = scripts.start()
     script.ask("connect")
     killed = scripts.server()
     os.kill(killed.pid, signal.SIGKILL)
     scripts.wait_for_the_servers_end()
     assert script.ask("connect") == "connected"
-    assert scripts.server().pid != killed.pid
+    server = scripts.server()
+    assert server.pid != killed.pid
+    script.process.kill()
+    scripts.wait_for_the_servers_end()
+    assert not takes_connections(server)
 
 
 def test_a_server_whose_starter_is_killed_serves_the_next_script_or_ends(scripts: Scripts) -> None:
@@ -177,7 +168,9 @@ def test_a_server_whose_starter_is_killed_serves_the_next_script_or_ends(scripts
     starter.tell("connect")
     starter.wait_until_it_shows("Loading tiny ...")
     starter.process.kill()
-    assert scripts.start().ask("connect") == "connected"
+    script = scripts.start()
+    assert script.ask("connect") == "connected"
+    assert script.ask("train") == "True True"
 
 
 def takes_connections(server: RunningServer) -> bool:

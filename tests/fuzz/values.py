@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from contextlib import suppress
 from random import Random
 
 ESCAPES = (
@@ -84,7 +85,8 @@ def text(random: Random, old: str) -> str:
 def number(random: Random, old: float) -> str:
     """In the notation of JSON."""
     if random.random() < 0.3:
-        return repr(old + random.choice([-1, 1, 0.5, 2**31, -(2**63)]))
+        with suppress(OverflowError):  # a half more than an integer beyond all floats
+            return repr(old + random.choice([-1, 1, 0.5, 2**31, -(2**63)]))
     return random.choice(NUMBERS)
 
 

@@ -141,7 +141,8 @@ class StandInWorkers:
             await self._work.wait()
             self._work.clear()
             try:
-                waiting += await asyncio.to_thread(self._claim)
+                for base_model in self._base_models:
+                    waiting += await asyncio.to_thread(self._claim, base_model)
                 ready = [job for job in waiting if job.kind not in self._held]
                 done = await asyncio.to_thread(self._execute, ready) if ready else []
             except StoreUnavailableError:  # a real worker would not die of it either
@@ -153,12 +154,8 @@ class StandInWorkers:
                 for notice in self._notices:
                     notice(done)
 
-    def _claim(self) -> list[Job]:
-        return [
-            job
-            for base_model in self._base_models
-            for job in self._store.jobs.claim(base_model, "stand-in", train=1000, sample=1000)
-        ]
+    def _claim(self, base_model: str) -> Sequence[Job]:
+        return self._store.jobs.claim(base_model, "stand-in", train=1000, sample=1000)
 
     def _execute(self, jobs: Sequence[Job]) -> list[str]:
         cancelled = {job for name in self._base_models for job in self._store.jobs.cancel_asked(name, "stand-in")}
