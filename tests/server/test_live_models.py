@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from tests.end_to_end.serving import wait_until
 from tests.server.workbench import Workbench
@@ -15,7 +16,7 @@ from tinsmith.server import live_models, trainer
 from tinsmith.server.checkpoints import CheckpointFolders
 from tinsmith.server.engine.adapters import AdapterSpec
 from tinsmith.server.live_models import LiveModels
-from tinsmith.server.store.records import Failed, Job
+from tinsmith.server.store.records import Done, Failed, Job
 from tinsmith.server.trainer import Trainer
 
 MODEL, WHOLE = "s:train:0", "s:train:1"
@@ -187,6 +188,46 @@ def test_a_model_whose_creation_failed_says_so(bench: Workbench) -> None:
     assert isinstance(failed, Failed)
     assert failed.category == "user"
     assert "it was never made: tinker://s:train:9/weights/gone does not exist any more. Make a new" in failed.error
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_load_whose_worker_died_before_it_could_say_so_is_done(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+) -> None:
+    """Its snapshot is there: to be told that it was cancelled would be wrong."""
+    has_loaded = LiveModels.has_loaded
+
+    def die(live: LiveModels, model_id: str, seq_id: int) -> None:
+        has_loaded(live, model_id, seq_id)
+        raise sa.exc.OperationalError(None, None, Exception("the database is out of reach"))
+
+    with bench.worker():
+        bench.create(MODEL)
+        bench.train(MODEL, range(1, 7))
+        path = bench.save(MODEL, 7, "trained")
+        trained = bench.losses([bench.data(MODEL, 8, forward_only=True)])
+        bench.create("s:train:1")
+    monkeypatch.setattr(LiveModels, "has_loaded", die)
+    with bench.worker():
+        load = bench.load("s:train:1", 1, path, optimizer=False)
+        bench.wait_for_its_death()
+    monkeypatch.undo()
+    bench.died_of = None
+    if is_cancelled:
+        assert bench.store.jobs.cancel(load, "ann") == "asked"
+    with bench.worker():
+        assert isinstance(bench.outcome(load), Done)
+        assert bench.losses([bench.data("s:train:1", 2, forward_only=True)]) == trained
+
+
+def test_a_model_whose_creation_was_cancelled_says_so(bench: Workbench) -> None:
+    bench.create(MODEL)
+    assert bench.store.jobs.cancel(f"{MODEL}:0", "ann") == "cancelled"
+    with bench.worker():
+        failed = bench.outcome(bench.step(MODEL, 1))
+    assert isinstance(failed, Failed)
+    assert failed.category == "user"
+    assert "it was never made: that was cancelled. Make a new model" in failed.error
 
 
 def test_a_checkpoint_that_was_loaded_may_be_deleted(bench: Workbench) -> None:

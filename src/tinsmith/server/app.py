@@ -97,7 +97,7 @@ def create_app(config: ServerConfig, store: Store, models: Mapping[str, ModelFac
     app = Starlette(
         routes=[
             *(route for endpoint in sorted(ENDPOINTS, key=_is_rare) for route in _routes(endpoint, services, metrics)),
-            Route("/metrics", lambda request: metrics.page()),
+            Route("/metrics", metrics.page),
             Route("/openapi.json", _once(lambda: msgspec.json.encode(openapi.document()))),
             Route("/docs", lambda request: HTMLResponse(openapi.PAGE)),
             *web.routes(services),

@@ -89,13 +89,13 @@ def done(call: Call, event: str, key: CheckpointKey | None = None, **details: An
 
 
 def refused(call: Call, endpoint: str, error: APIStatusError | InvalidInputError) -> NewEvent | None:
-    """A request that was turned down, if it would have been an event; with what its path names, which may not exist."""
+    """A request that was turned down, if it would have been an event; with what it names, which may not exist."""
     event = _OF_ENDPOINTS.get(endpoint)
     status = error.status_code if isinstance(error, APIStatusError) else 422
     if event is None or status not in _REFUSALS:
         return None
-    named = {name: printable(str(value)) for name, value in call.request.path_params.items()}
-    details = {"status": status, "reason": reason(error), **named}
+    named = {**call.request.path_params, **call.named}
+    details = {"status": status, "reason": reason(error), **_printable(named)}
     return NewEvent(event=event, outcome="refused", details=details, **_who(call))
 
 
@@ -104,8 +104,12 @@ def submitted(call: Call, job: NewJob, refusal: Failed | None = None) -> NewEven
     if job.kind not in _OF_JOBS or job.seq_id is None:
         return None
     request_id = ids.request_id(job.stream, job.seq_id)
-    details = _why(refusal) if refusal else {}
+    details = {**_why(refusal), **_printable(call.named)} if refusal else {}
     return _of_job(job, request_id, "refused" if refusal else "accepted", details, **_who(call))
+
+
+def _printable(named: Mapping[str, Any]) -> dict[str, str]:
+    return {name: printable(str(value)) for name, value in named.items()}
 
 
 def _who(call: Call) -> dict[str, Any]:

@@ -361,8 +361,9 @@ def check_sampler(sampler: Sampler) -> None:
     if sampler.removed is not None:
         raise refuse(
             "sampling_session_id",
-            "has no weights any more: a copy of a model is kept until its session ends, or was not used for long. Save "
-            "weights under a name to keep them, and make a new sampling client",
+            "has no weights any more: a copy of a model is kept until its session ends or it was not used for long, "
+            "which is an hour if its owner uses many others. Save weights under a name to keep them, and make a new "
+            "sampling client",
         )
 
 

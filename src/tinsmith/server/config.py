@@ -122,6 +122,9 @@ class ServerConfig(SecretsHidden, frozen=True, kw_only=True):
     max_checkpoint_bytes: int | None = None
     """What the checkpoints of one owner may take up; `None` means as much as the disk holds."""
 
+    max_sampler_copies: int = 256
+    """Copies of models that are kept for the samplers of one owner, besides those used within the hour."""
+
     max_queued_requests: int = 50_000
     max_queued_bytes: int = 2048 * _MIB
     """What of one owner may wait to be done."""

@@ -26,7 +26,7 @@ from tinsmith.server.reasons import reason
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.snapshots import LostError, SnapshotFolders
 from tinsmith.server.store import Store, ids
-from tinsmith.server.store.records import CheckpointKey, Done, Failed, Job, Model
+from tinsmith.server.store.records import Cancelled, CheckpointKey, Done, Failed, Job, Model
 from tinsmith.server.worker_metrics import WorkerMetrics
 from tinsmith.types import LoadWeightsResponse
 from tinsmith.wire import json
@@ -210,8 +210,8 @@ class LiveModels:
             return 0 if first[0].kind == "create_model" else -1
         request_id = ids.request_id(model.model_id, 0)
         status = self._store.results.statuses([request_id]).get(request_id)
-        if status is not None and isinstance(status.outcome, Failed):
-            why = status.outcome.error.rstrip(".")
+        if status is not None and isinstance(status.outcome, Failed | Cancelled):
+            why = status.outcome.error.rstrip(".") if isinstance(status.outcome, Failed) else "that was cancelled"
             raise InvalidInputError(
                 f"{model.model_id} cannot go on: it was never made: {why}. Make a new model.", field="model_id"
             )

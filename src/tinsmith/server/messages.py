@@ -9,7 +9,7 @@ import msgspec
 
 from tinsmith.server.hiding import SecretsHidden
 from tinsmith.server.logs import LogFormat, LogLevel
-from tinsmith.types import SampleRequest
+from tinsmith.types import LoadWeightsRequest, SampleRequest
 
 Role: TypeAlias = Literal["both", "train", "sample"]
 
@@ -94,6 +94,13 @@ class SampleJob(SampleRequest):
     """Whether its tokens are told as they are drawn."""
     reward: float | None = None
     """Shown beside it to those who look at samples."""
+
+
+class LoadJob(LoadWeightsRequest):
+    """What the job of a load holds: the request, and on whose behalf its checkpoint is read."""
+
+    reader: str | None = None
+    """Whose credential was shown for it, if the model's owner could not read it."""
 
 
 class Drawn(msgspec.Struct, frozen=True, array_like=True):

@@ -5,6 +5,7 @@ No label holds what a client can choose, nor an id: there is an end to how many 
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,10 +15,12 @@ from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_late
 from prometheus_client import Counter as Counted
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import Response
 
 from tinsmith.server.messages import Figure
 from tinsmith.server.reasons import LIMITS
+from tinsmith.server.recent import Latest
 from tinsmith.server.routes._call import Endpoint, Services
 from tinsmith.server.store import StoreUnavailableError
 from tinsmith.server.store.records import QueueDepth
@@ -25,6 +28,9 @@ from tinsmith.server.worker_metrics import KINDS, REFUSALS, families
 from tinsmith.types import UntypedAPIFuture
 
 UNKNOWN_ROUTE = "unknown"
+
+_TOGETHER_SECONDS = 0.1
+"""Who asks for the page within this time gets the same one."""
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
@@ -55,6 +61,7 @@ class Metrics:
         disk = Gauge("tinsmith_disk_free_bytes", "Room on the disk of the state folder.", registry=self._registry)
         disk.set_function(lambda: shutil.disk_usage(services.config.state).free)
         self._registry.register(self)
+        self._written = Latest(self._write)
 
     def count(self, endpoint: Endpoint, status: int, seconds: float) -> None:
         self._requests.labels(endpoint.method, endpoint.path, str(status)).inc()
@@ -69,8 +76,13 @@ class Metrics:
     def count_database_error(self) -> None:
         self._database_errors.inc()
 
-    def page(self) -> Response:
-        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+    async def page(self, request: Request) -> Response:
+        """Written for all who ask together, one after the other: it takes no key, and counts all that waits."""
+        return Response(await self._written.get(), media_type=CONTENT_TYPE_LATEST)
+
+    async def _write(self) -> bytes:
+        await asyncio.sleep(_TOGETHER_SECONDS)
+        return await asyncio.to_thread(generate_latest, self._registry)
 
     # What is looked up when somebody asks
 

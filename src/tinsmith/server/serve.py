@@ -162,6 +162,13 @@ class PatientOnce(HttpToolsProtocol):
             self._answered.message_event.set()
         super().connection_lost(exc)
 
+    def shutdown(self) -> None:
+        """A body that does not come, or an answer that is not read, does not hold up a stop to its last second: what is
+        left then is cancelled by uvicorn, which takes that for a fault.
+        """
+        super().shutdown()
+        self.loop.call_later(_GRACE_SECONDS / 2, self.transport.abort)
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGIApp) -> None:  # type: ignore[override]
         self._answered = cycle
         super()._start_asgi_task(cycle, partial(self._answer_or_abort, cycle, app))

@@ -12,7 +12,7 @@ done once more. A checkpoint that was loaded in between is needed for that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime
 from pathlib import Path
@@ -42,12 +42,16 @@ class SnapshotFolders:
         """Where the files of a snapshot are."""
         return _existing(self._folders.folder(_path(model_id, str(seq_id))), "its folder")
 
-    def keep_loaded(self, model_id: str, seq_id: int, checkpoint: Path) -> Path:
-        """A copy of a checkpoint that this operation is about to load, without cost where files can be linked."""
+    def keep_loaded(self, model_id: str, seq_id: int, checkpoint: Callable[[], Path]) -> Path:
+        """A copy of a checkpoint that this operation is about to load, without cost where files can be linked.
+
+        There may be one, of a worker that died; else `checkpoint` is asked for its folder.
+        """
         path = _path(model_id, f"{seq_id}{_LOADED}")
         if not self._folders.exists(path):
+            found = checkpoint()
             with self._folders.writing(path) as folder:
-                for file in checkpoint.iterdir():
+                for file in found.iterdir():
                     link_or_copy(file, folder / file.name)
         return self._folders.folder(path)
 

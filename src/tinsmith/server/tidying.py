@@ -29,6 +29,8 @@ MANY_WAIT = 200
 """With so many open polls, to look for rubbish among all objects stops the API for a tenth of a second or more."""
 COLLECT_PAUSE = timedelta(minutes=10)
 """Between two of those looks while so many wait."""
+USED_LATELY = timedelta(hours=1)
+"""Copies of weights that samplers used since then stay, however many there are."""
 SWEEP_PAUSE = timedelta(days=1)
 """Between two looks at all that lies in a storage elsewhere."""
 
@@ -142,7 +144,8 @@ class Tidying:
         for model_id in self._store.models.remove_idle(idle_since):
             self._snapshots.remove(model_id)
         self._snapshots.remove_unknown(self._now() - UNKNOWN_KEPT)
-        self._store.samplers.remove_copies(idle_since)
+        unused_since = max(idle_since, self._now() - USED_LATELY)
+        self._store.samplers.remove_copies(idle_since, self._config.max_sampler_copies, unused_since)
         written = self._spilled.sampler_ids()
         for sampler_id in set(written) - self._store.samplers.kept(written):
             self._spilled.remove(sampler_id)

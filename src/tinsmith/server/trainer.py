@@ -25,7 +25,7 @@ from tinsmith.server.engine.train import RowOutput
 from tinsmith.server.full_disk import Disk, DiskFullError, WaitError, is_full
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.logs import of_job
-from tinsmith.server.messages import Replay, WorkerSettings
+from tinsmith.server.messages import LoadJob, Replay, WorkerSettings
 from tinsmith.server.reasons import reason
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.shown import stepped, trained_on
@@ -362,19 +362,27 @@ class Trainer:
         return sampler.sampler_id
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
-        request, model = json.decode(LoadWeightsRequest, job.payload), self._model(job)
+        request, model = json.decode(LoadJob, job.payload), self._model(job)
         if model.snapshots.last != job.seq_id:  # else its worker died after it was done and before it could say so
             with self._disk.room("The model with what it loads", self._adapter_bytes(model)):
-                folder = self._kept_checkpoint(job, request.path)
+                folder = self._kept_checkpoint(job, request)
             adapter = self.live.begin(model) if job.seq_id == 0 else self._adapter(job)
             _load(request, folder, adapter)
             self.live.has_loaded(model.model_id, job.seq_id)
         return LoadWeightsResponse(path=request.path, model_id=job.model_id)
 
-    def _kept_checkpoint(self, job: Job, path: str) -> Path:
+    def _kept_checkpoint(self, job: Job, request: LoadJob) -> Path:
         """A copy for ourselves: the checkpoint may be gone or another one when it has to be loaded once more."""
+        path = request.path
+
+        def checkpoint() -> Path:
+            """Who asked may have had to wait, and its owner has withdrawn it, or put another one in its place."""
+            if self._store.checkpoints.get(CheckpointKey.of(path), request.reader or job.owner) is None:
+                raise FileNotFoundError(path)
+            return self._folders.folder(path)
+
         try:
-            return self._snapshots.keep_loaded(job.model_id or "", job.seq_id, self._folders.folder(path))
+            return self._snapshots.keep_loaded(job.model_id or "", job.seq_id, checkpoint)
         except FileNotFoundError as error:
             raise InvalidInputError(f"{path} does not exist any more.", field="path", value=path) from error
         except DamagedError as error:
@@ -396,7 +404,7 @@ class Trainer:
             self._step(job, adapter)
         elif job.kind == "load_weights":
             folder = self._snapshots.loaded(job.model_id or "", job.seq_id)
-            _load(json.decode(LoadWeightsRequest, job.payload), folder, adapter)
+            _load(json.decode(LoadJob, job.payload), folder, adapter)
         elif job.kind == "save_weights_for_sampler":
             self._copy_again(job, adapter)
         elif job.kind == "forward_backward":

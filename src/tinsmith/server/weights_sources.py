@@ -184,12 +184,17 @@ def followed(store: Store, sampler: Sampler) -> Model:
 
 
 def check_source(store: Store, weights: SamplingWeights, sampler: Sampler) -> None:
-    """A sampler stands for the weights it was made from, not for what was saved under their name later."""
+    """A sampler stands for the weights it was made from, not for what was saved under their name later.
+
+    Nor are they read any more for whoever may not: another owner's checkpoint may have been withdrawn.
+    """
     path = sampler.model_path
-    if path is None or sampler.saved_by is None or sampler.sampler_id in weights:
+    if path is None or sampler.sampler_id in weights:
         return
     checkpoint = store.checkpoints.get(CheckpointKey.of(path), sampler.owner)
-    if checkpoint is not None and checkpoint.request_id != sampler.saved_by:
+    if checkpoint is None:
+        raise InvalidInputError(f"{path} does not exist any more.", field="model_path", value=path)
+    if sampler.saved_by not in (None, checkpoint.request_id):
         raise InvalidInputError(
             f"{path} was overwritten after this sampling client was made; make a new one.",
             field="sampling_session_id",

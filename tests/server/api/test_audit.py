@@ -96,6 +96,23 @@ def test_what_is_refused_is_known_too(shared: RunningServer) -> None:
     assert shared.get("audit", key=BORIS).json()["entries"][0]["event"] == "key_create", "its owner sees deeds only"
 
 
+def test_what_was_not_to_be_read_is_named(shared: RunningServer) -> None:
+    run = shared.model(key=ANNA)
+    saving = {"model_id": run, "seq_id": 1, "path": "mine"}
+    path = shared.result(shared.post("save_weights", saving, key=ANNA), key=ANNA)["path"]
+    session_id, theirs = shared.session(key=BORIS), shared.model(key=BORIS)
+    before = len(trail(shared))
+    loading = {"path": path, "optimizer": True}
+    shared.post("load_weights", {**loading, "session_id": session_id, "model_seq_id": 0}, key=BORIS)
+    shared.post("load_weights", {**loading, "model_id": theirs, "seq_id": 1}, key=BORIS)
+    assert shared.post("copy_weights", {"source_path": path}, key=BORIS).status == 404
+    assert shared.post("copy_weights", {"source_path": "nonsense"}, key=BORIS).status == 422
+    events = trail(shared)[before:]
+    load, copy = ("model_load", "refused"), ("checkpoint_copy", "refused")
+    assert words(events) == [load, load, copy, copy]
+    assert [event.details.get("source") for event in events] == [path] * 3 + [None]
+
+
 def test_an_operation_that_is_refused_or_repeated_is_one_event(shared: RunningServer) -> None:
     run = shared.model(key=ANNA)
     for _ in range(2):

@@ -88,6 +88,21 @@ def test_a_head_in_two_pieces_and_a_second_request_are_served(hasty: RunningServ
             assert (answer.status, json.loads(answer.read())) == (200, {"status": "ok"})
 
 
+def test_a_body_that_never_ends_does_not_hold_up_a_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "_GRACE_SECONDS", 4)
+    with RunningServer(tmp_path) as server, connected(server) as connection:
+        connection.sendall(
+            b"POST /api/v1/create_session HTTP/1.1\r\nhost: localhost\r\nx-api-key: tml-x\r\n"
+            b"expect: 100-continue\r\ncontent-length: 5000\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 100 "), "it is being waited for"
+        server.__exit__()
+        assert is_closed(connection)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
+
+
 def test_a_body_that_trickles_is_not_waited_for(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_call, "_SILENCE_SECONDS", PATIENCE)
     with connected(server) as connection:

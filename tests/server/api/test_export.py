@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,7 +28,8 @@ from tests.server.api.test_limits import until
 from tests.server.tiny_models import save_model
 from tests.support.tiny_tokenizer import write_folder
 from tinsmith.server import embedded
-from tinsmith.server.routes import _call, _download
+from tinsmith.server.exporting import ExportArchive
+from tinsmith.server.routes import _call, _download, exports
 
 ANNA, BORIS = "tml-anna", "tml-boris"
 NAMES = ("adapter_config.json", "adapter_model.safetensors")
@@ -98,6 +100,39 @@ def left_in(server: RunningServer) -> set[str]:
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_an_export_is_of_one_checkpoint_although_another_takes_its_place(
+    server: RunningServer, elsewhere: Elsewhere, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """It is read while it is sent, and its owner may not want others to see the next one."""
+    place = imported(server, elsewhere.adapter)
+    before = left_in(server)
+    first = server.get(f"{place}/export?to={form}", key=ANNA)
+    _, run, _, kind, name = place.split("/")
+    folders = server.app.state.services.folders
+
+    class Late(ExportArchive):
+        def __iter__(self) -> Iterator[bytes]:
+            blocks = super().__iter__()
+            yield next(blocks)
+            with folders.writing(f"tinker://{run}/{kind}/{name}") as folder:
+                for file in NAMES:
+                    shutil.copy(other / file, folder)
+            yield from blocks
+
+    other = Path(shutil.copytree(folders.folder(f"tinker://{run}/{kind}/{name}"), tmp_path / "other"))
+    weights = bytearray((other / NAMES[1]).read_bytes())
+    head = 8 + int.from_bytes(weights[:8], "little")
+    weights[head:] = (2 * np.frombuffer(weights[head:], np.float32)).tobytes()
+    (other / NAMES[1]).write_bytes(weights)
+    monkeypatch.setattr(exports, "ExportArchive", Late)
+    again = unpacked(server.get(f"{place}/export?to={form}", key=ANNA), tmp_path / "again")
+    for file in unpacked(first, tmp_path / "first").glob("*.safetensors"):
+        assert (again / file.name).read_bytes() == file.read_bytes()
+    assert (folders.folder(f"tinker://{run}/{kind}/{name}") / NAMES[1]).read_bytes() == (other / NAMES[1]).read_bytes()
+    until(lambda: left_in(server) == before)
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,17 @@ def test_one_that_cannot_be_written_harms_no_other() -> None:
     assert isinstance(last, Enqueued)
 
 
+def test_one_that_cannot_be_written_is_found_in_a_few_writes() -> None:
+    """Who sends such things all the time costs the others some writes, and not one for each of them."""
+    names = [*map(str, range(200)), "bad", *map(str, range(200, 255))]
+    disk, answers = added(*names)
+    assert [name for name, one in zip(names, answers, strict=True) if isinstance(one, Enqueued)] == [
+        name for name in names if name != "bad"
+    ]
+    assert [name for batch in disk.batches if "bad" not in batch for name in batch] == [*map(str, range(255))]
+    assert len(disk.batches) <= 1 + 2 * 8
+
+
 def test_a_failing_disk_fails_everybody_and_is_tried_again_by_the_next() -> None:
     disk = Disk()
 

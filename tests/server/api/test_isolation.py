@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 from starlette.routing import Route
 
-from tests.server.api.running import Answer, RunningServer
+from tests.server.api.running import MODELS, Answer, RunningServer
 from tests.server.api.test_limits import custom_loss
+from tinsmith.server.messages import LoadJob
+from tinsmith.wire import json
 
 ANNA, BORIS = "tml-anna", "tml-boris"
 NOBODY = "00000000-0000-4000-8000-000000000000"
@@ -26,7 +28,9 @@ def things(shared: RunningServer) -> dict[str, str]:
     """Anna's."""
     body = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "Anna's secret"}
     session_id = shared.post("create_session", body, key=ANNA).json()["session_id"]
-    model_id = shared.model(session_id, key=ANNA)
+    place = {"session_id": session_id, "model_seq_id": 0, "base_model": MODELS[0], "lora_config": {"rank": 8}}
+    making = {**place, "user_metadata": {"customer": "Anna's secret"}}
+    model_id = shared.result(shared.post("create_model", making, key=ANNA), key=ANNA)["model_id"]
     saved = shared.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "state"}, key=ANNA)
     exported = shared.post("save_weights_external", {"model_id": model_id, "seq_id": 2, "path": "out"}, key=ANNA)
     shared.result(exported, key=ANNA)
@@ -314,6 +318,9 @@ def test_an_access_token_of_the_owner_opens_a_checkpoint(shared: RunningServer, 
     made = shared.post("load_weights", {**loaded, "weights_access_token": ANNA}, key=BORIS)
     assert shared.result(made, key=BORIS)["model_id"] == f"{loaded['session_id']}:train:0"
     assert ANNA.encode() not in b"".join(job.payload for job in shared.workers.executed)
+    loads = [json.decode(LoadJob, job.payload) for job in shared.workers.executed if job.kind == "load_weights"]
+    owner = shared.get("auth/apikey/me", key=ANNA).json()["details"]["user_details"]["email"]
+    assert loads[-1].reader == owner, "for whom it is read, which may be later"
 
 
 def test_a_published_checkpoint_is_everybodys_to_read(shared: RunningServer, things: dict[str, str]) -> None:
@@ -327,6 +334,7 @@ def test_a_published_checkpoint_is_everybodys_to_read(shared: RunningServer, thi
         test_anothers_things_look_like_things_that_never_were(shared, things, f"PUT {CHECKPOINT}/ttl")
         test_anothers_things_look_like_things_that_never_were(shared, things, "POST /api/v1/save_weights")
         _its_session_is_seen_and_what_was_written_into_it_is_not(shared, things)
+        _its_run_is_seen_and_what_was_written_into_it_is_not(shared, things)
     finally:
         assert shared.call("DELETE", f"/api/v1/{place}/publish", key=ANNA).status == 204
     assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 404
@@ -360,6 +368,17 @@ def _its_session_is_seen_and_what_was_written_into_it_is_not(shared: RunningServ
     assert found["checkpoints_count"] == 1
     assert "Anna's secret" not in str(found)
     assert "Anna's secret" in str(shared.post("sessions/search", query, key=ANNA).json())
+
+
+def _its_run_is_seen_and_what_was_written_into_it_is_not(shared: RunningServer, things: dict[str, str]) -> None:
+    place = f"training_runs/{things['model']}{ACCESSIBLE}"
+    assert shared.get(place, key=ANNA).json()["user_metadata"] == {"customer": "Anna's secret"}
+    listed = shared.get(f"training_runs{ACCESSIBLE}&limit=1000", key=BORIS).json()["training_runs"]
+    found = [run for run in listed if run["training_run_id"] == things["model"]]
+    for shown in (shared.get(place, key=BORIS).json(), *found):
+        assert shown["last_checkpoint"]["tinker_path"] == things["path"]
+        assert "Anna's secret" not in str(shown)
+    assert found
 
 
 def test_an_unknown_key_is_refused(shared: RunningServer) -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.end_to_end.serving import wait_until
 from tests.server.api.running import MODELS, RunningServer
 from tinsmith.server import quotas
 from tinsmith.server.messages import Figure
 from tinsmith.server.reasons import LIMITS
 from tinsmith.server.store import StoreUnavailableError
+from tinsmith.server.store.records import QueueDepth
 
 CANARY = "canary-7f3a"
 
@@ -49,6 +53,25 @@ def test_requests_are_counted_by_route_and_submissions_timed(own: RunningServer)
     assert found["tinsmith_requests_total", "unknown", "unknown", "405"] == 1
     assert found["tinsmith_submission_seconds_count",] == 2
     assert found["tinsmith_request_seconds_count", "/api/v1/optim_step"] == 1
+
+
+def test_who_asks_together_gets_one_page(own: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes no key, so nobody may keep the database busy with it."""
+    many, asked, have_come, depths = 16, 0, threading.Event(), own.store.jobs.depths
+
+    def slow() -> list[QueueDepth]:
+        nonlocal asked
+        asked += 1
+        assert have_come.wait(30)
+        return depths()
+
+    monkeypatch.setattr(own.store.jobs, "depths", slow)
+    with ThreadPoolExecutor(many) as threads:
+        pages = [threads.submit(samples, own) for _ in range(many)]
+        wait_until(lambda: len(own._api.server_state.tasks) == many, 30, "not all have come")
+        have_come.set()
+        assert all(("tinsmith_waiting",) in page.result() for page in pages)
+    assert asked <= 2, "one for those who came first, and one for those who came while it was written"
 
 
 def test_no_name_of_a_client_is_on_the_page(own: RunningServer) -> None:

@@ -221,6 +221,22 @@ def test_files_of_copied_weights_go_with_the_last_who_could_ask_for_them(
     assert refused["category"] == "user"
 
 
+def test_files_of_copied_weights_are_bounded_for_each_owner(tmp_path: Path) -> None:
+    """Those used within the hour do not count."""
+    spilled = SpilledWeights(tmp_path / "samplers")
+    with RunningServer(tmp_path, max_sampler_copies=2, session_timeout_seconds=24 * 3600) as running:
+        minutes, model_id, sampler_ids = Minutes(running), running.model(), []
+        for number in range(4):
+            body = {"model_id": model_id, "seq_id": 1 + number, "sampling_session_seq_id": number}
+            sampler_ids.append(running.result(running.post("save_weights_for_sampler", body))["sampling_session_id"])
+            with spilled.writing(sampler_ids[-1]) as file:
+                file.write_bytes(b"weights")
+        minutes.pass_(59 * MINUTE)
+        assert sorted(spilled.sampler_ids()) == sampler_ids
+        minutes.pass_(2 * MINUTE)
+        assert sorted(spilled.sampler_ids()) == sampler_ids[2:]
+
+
 def test_a_model_that_nobody_uses_is_given_up_a_week_after_its_session(
     running: RunningServer, minutes: Minutes, tmp_path: Path
 ) -> None:

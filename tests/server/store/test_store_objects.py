@@ -396,12 +396,12 @@ def test_copied_weights_are_given_up_with_their_session_unless_somebody_waits_fo
     ).sampler_id
     store.jobs.enqueue(sample(0, sampler_id=asked))
     long_ago = datetime(2000, 1, 1, tzinfo=UTC)
-    assert store.samplers.remove_copies(idle_since=long_ago) == []
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == []
     store.sessions.finish(session_id, "ann", "success")
-    assert store.samplers.remove_copies(idle_since=long_ago) == [idle]
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == [idle]
     assert store.samplers.kept([idle, asked, named]) == {asked}
     store.jobs.cancel(f"{asked}:0", "ann")
-    assert store.samplers.remove_copies(idle_since=long_ago) == [asked]
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == [asked]
     removed, still_there = store.samplers.get(idle, "ann"), store.samplers.get(named, "ann")
     assert removed is not None
     assert still_there is not None
@@ -416,10 +416,47 @@ def test_copied_weights_are_given_up_when_nobody_asked_for_them_for_long(store: 
     since = clock()
     store.jobs.enqueue(sample(0, sampler_id=used), outcome=DONE)
     new = copied(store, session_id, 2)
-    assert store.samplers.remove_copies(idle_since=since) == [idle]
+    assert store.samplers.remove_copies(since, most=9, unused_since=since) == [idle]
     assert store.samplers.kept([idle, used, new]) == {used, new}
     assert sorted(store.samplers.copies_of(MODEL, upto_seq=1)) == sorted([used, new])
     assert store.samplers.copies_of(MODEL, upto_seq=0) == store.samplers.copies_of("other", upto_seq=9) == []
+
+
+def test_of_many_copied_weights_those_used_longest_ago_are_given_up(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    sampler_ids = [copied(store, session_id, number) for number in range(6)]
+    waited_for, oldest, asked, *newer = sampler_ids
+    store.jobs.enqueue(sample(0, sampler_id=waited_for))
+    for each in (oldest, *newer, asked):
+        clock.pass_(HOUR)
+        store.jobs.enqueue(sample(0, sampler_id=each), outcome=DONE)
+
+    def given_up(most: int, unused_for: float) -> list[str]:
+        since = clock() - unused_for * HOUR
+        return sorted(store.samplers.remove_copies(clock() - 99 * HOUR, most, since))
+
+    assert given_up(most=6, unused_for=0) == []
+    assert given_up(most=2, unused_for=9) == []
+    assert given_up(most=4, unused_for=0) == [oldest], "the one that is waited for stays"
+    assert given_up(most=2, unused_for=2.5) == [newer[0]]
+    assert store.samplers.kept(sampler_ids) == {waited_for, asked, *newer[1:]}
+
+
+def test_an_owner_with_many_copied_weights_takes_none_of_anothers(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    of_ann = [copied(store, session_id, number) for number in range(2)]
+    of_bob = NewSampler(
+        session_id=store.sessions.create(NewSession(owner="bob")).session_id,
+        sampling_session_seq_id=0,
+        owner="bob",
+        base_model="tiny",
+        model_id="m",
+        model_seq_id=1,
+    )
+    store.samplers.create(of_bob)
+    clock.pass_(HOUR)
+    assert len(store.samplers.remove_copies(clock() - 9 * HOUR, most=1, unused_since=clock())) == 1
+    assert len(store.samplers.kept(of_ann)) == 1
 
 
 def test_every_clone_gets_its_own_number(store: Store) -> None:

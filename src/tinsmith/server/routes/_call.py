@@ -220,6 +220,8 @@ class Call:
     services: Services
     memory: HeldMemory
     since: float = field(default_factory=time.monotonic)
+    named: dict[str, str] = field(default_factory=dict)
+    """What it is about, besides what its path names: for the audit trail, if it is refused."""
 
     @property
     def owner(self) -> str:

@@ -57,8 +57,10 @@ class Intake(Generic[A, W]):
             if len(batch) == 1:
                 _fail(batch, error)
                 return
-            for arrival in batch:  # only the one that cannot be stored is to blame
-                await self._write_batch([arrival])
+            # Only the one that cannot be stored is to blame. It is found in a few steps: others wait meanwhile.
+            middle = len(batch) // 2
+            await self._write_batch(batch[:middle])
+            await self._write_batch(batch[middle:])
         except Exception as error:  # noqa: BLE001 - it belongs to those who wait
             _fail(batch, error)
         else:

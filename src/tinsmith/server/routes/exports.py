@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from pathlib import Path
 
 from starlette.concurrency import iterate_in_threadpool
 from starlette.responses import Response, StreamingResponse
@@ -11,6 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from tinsmith.errors import APIStatusError, MissingExtraError
 from tinsmith.export import FORMS, PEFT, Adapter, BaseModel, Story, export_files
 from tinsmith.server import audit
+from tinsmith.server.checkpoints import link_files
 from tinsmith.server.checks import check_base_of, refuse
 from tinsmith.server.embedded import is_unpacked
 from tinsmith.server.engine.adapter_facts import check_sound
@@ -42,14 +44,14 @@ async def export_checkpoint(call: Call) -> Response:
         held.enter_context(call.services.open_requests.one_more(call.owner))
         conversion = held.enter_context(ExitStack())
         conversion.enter_context(call.services.conversions.one_more(call.owner))
-        archive = await call.filed(_archive, call, checkpoint, form)
+        archive = await call.filed(_archive, call, checkpoint, form, held)
         await call.stored(call.store.audit.record, audit.done(call, "checkpoint_download", checkpoint.key, to=form))
         length = {"content-length": str(archive.size_bytes)}
         answer = StreamingResponse(_blocks(archive, conversion), headers=length, media_type=tar.CONTENT_TYPE)
         return Download(answer, may_read, held.pop_all(), call.owner)
 
 
-def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
+def _archive(call: Call, checkpoint: Checkpoint, form: str, held: ExitStack) -> ExportArchive:
     """Whatever is wrong with it is found here, before anything is sent."""
     path = checkpoint.key.tinker_path
     models = call.services.models
@@ -58,7 +60,7 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     data_note = call.request.query_params.get("data_note", "")
     story = Story(checkpoint.base_model, path, data_note, facts is not None and is_unpacked(facts.folder))
     try:
-        folder = call.services.folders.folder(path)
+        folder = _kept(call, path, held)
         check_sound(folder)
         base = None if form == PEFT or facts is None else BaseModel(facts.folder, facts.name)
         files = export_files(form, Adapter(folder), base, story)
@@ -69,6 +71,18 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str) -> ExportArchive:
     except MissingExtraError as error:
         raise refuse("to", f"is {form!r}, which this server cannot write: {error}", form) from None
     return ExportArchive(checkpoint.key.name, files)
+
+
+def _kept(call: Call, path: str, held: ExitStack) -> Path:
+    """The files as they are now, until all is sent: another checkpoint may be saved in their place meanwhile."""
+    folders = call.services.folders
+    files = folders.files(path)
+    if not files:
+        raise FileNotFoundError(path)
+    scratch = folders.make_scratch(path)
+    held.callback(call.services.filing.submit, folders.remove_scratch, scratch)
+    link_files(files, scratch)
+    return scratch
 
 
 async def _blocks(archive: ExportArchive, conversion: ExitStack) -> AsyncIterator[bytes]:

@@ -69,7 +69,7 @@ async def _shown(call: Call, runs: Sequence[Model]) -> list[TrainingRun]:
             last_sampler_checkpoint=(
                 shown_checkpoint(latest_sampler[run.model_id]) if run.model_id in latest_sampler else None
             ),
-            user_metadata=run.user_metadata,
+            user_metadata=run.user_metadata if run.owner == call.owner else None,
         )
         for run in runs
     ]

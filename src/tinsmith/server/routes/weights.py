@@ -15,6 +15,7 @@ from tinsmith.server import audit
 from tinsmith.server.age import check_recipients
 from tinsmith.server.checkpoints import check_name
 from tinsmith.server.checks import check_base_model, check_optimizer, check_text, check_ttl, refuse, text_metadata
+from tinsmith.server.messages import LoadJob
 from tinsmith.server.routes._call import Call, Endpoint, reply, status_error
 from tinsmith.server.routes._found import checkpoint_at, find_checkpoint, open_session
 from tinsmith.server.routes._submit import (
@@ -124,7 +125,7 @@ async def _check_load(call: Call, request: LoadWeightsRequest, model: Model) -> 
     theirs, ours = (msgspec.structs.replace(one.lora, seed=None) for one in (checkpoint, model))
     if theirs != ours:
         raise refuse("path", f"holds an adapter of another shape ({theirs}) than this model's ({ours})")
-    return _without_token(request)
+    return _load_job(call, request, checkpoint)
 
 
 async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
@@ -157,12 +158,13 @@ async def _create_from_weights(call: Call, fields: dict[str, Any]) -> Response:
         session_id=session.session_id,
         user_metadata=metadata,
     )
-    job = msgspec.structs.replace(job, base_model=base_model, payload=json.encode(_without_token(request)))
+    job = msgspec.structs.replace(job, base_model=base_model, payload=json.encode(_load_job(call, request, checkpoint)))
     return await accept_model(call, job, model)
 
 
 async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
     key = CheckpointKey.of(request.path)
+    call.named["source"] = key.tinker_path
     if key.kind != "weights":
         raise refuse("path", f"{request.path} cannot be trained on: load a checkpoint made with save_state")
     found = await find_checkpoint(call, key, request.weights_access_token)
@@ -171,9 +173,11 @@ async def _loadable(call: Call, request: LoadWeightsRequest) -> Checkpoint:
     return found
 
 
-def _without_token(request: LoadWeightsRequest) -> LoadWeightsRequest:
-    """It has served its purpose; credentials are not stored."""
-    return request.model_copy(update={"weights_access_token": None})
+def _load_job(call: Call, request: LoadWeightsRequest, checkpoint: Checkpoint) -> LoadJob:
+    """Its token has served its purpose; credentials are not stored. Whose it was is: the checkpoint is read later."""
+    needed_token = checkpoint.owner != call.owner and not checkpoint.public
+    fields = {**msgspec.structs.asdict(request), "weights_access_token": None}
+    return LoadJob(**fields, reader=checkpoint.owner if needed_token else None)
 
 
 # --- looking and copying ---------------------------------------------------------------------------------------------
@@ -201,6 +205,7 @@ async def copy_weights(call: Call) -> Response:
     request = await call.read(CopyWeightsRequest)
     ttl_seconds = check_ttl(request.ttl_seconds)
     check_text("destination_project_id", request.destination_project_id)
+    call.named["source"] = CheckpointKey.of(request.source_path).tinker_path
     token = request.weights_access_token or call.request.headers.get(ACCESS_TOKEN_HEADER)
     source = await checkpoint_at(call, request.source_path, token)
     run = await _copy_run(call, request, source)

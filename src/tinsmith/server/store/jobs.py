@@ -139,6 +139,9 @@ _KEEP_RESULTS = sa.insert(results)
 _DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.request_id.in_(sa.bindparam("ids", expanding=True)))
 
 
+_WITH_FILES = ("load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
+"""Operations that are in a snapshot or have written a checkpoint before they count as done."""
+
 _NO_EVENTS: Mapping[str, NewEvent] = MappingProxyType({})
 _AT_ONCE = 500  # jobs settled in one transaction, so that nobody waits long for the write lock
 
@@ -354,7 +357,7 @@ class Jobs:
 
         def write(connection: sa.Connection) -> list[str]:
             connection.execute(_BEGIN, {"begun": list(begun), "by": worker, "more": -1})
-            return self._put_back(connection, mine)
+            return self._put_back(connection, mine, sa.true())
 
         return self._database.write(write)
 
@@ -365,8 +368,8 @@ class Jobs:
 
         Where a base model has several workers, `place` is that of the dead one, with which its name begins.
 
-        Gives back the jobs that are over instead: those nobody wants any more, and those that were begun as often as
-        `max_attempts`, which fail with `error`.
+        Gives back the jobs that are over instead: those nobody wants any more, unless they may have left files behind,
+        and those that were begun as often as `max_attempts`, which fail with `error`.
         """
         lost = sa.and_(_RUNNING, jobs.c.base_model == base_model)
         if place:
@@ -378,13 +381,18 @@ class Jobs:
             self._lead.check(connection)
             connection.execute(_FORGIVE, {"begun": list(forgiven)})
             given_up = dict.fromkeys(connection.scalars(hopeless), failed)
-            return self._settle(connection, given_up, _RUNNING_ANYWHERE) + self._put_back(connection, lost)
+            # Of what is left of an operation, nobody knows; so it is done to its end, as by a worker that lives.
+            unmade = jobs.c.kind.not_in(_WITH_FILES)
+            return self._settle(connection, given_up, _RUNNING_ANYWHERE) + self._put_back(connection, lost, unmade)
 
         return self._database.write(write)
 
-    def _put_back(self, connection: sa.Connection, which: sa.ColumnElement[bool]) -> list[str]:
-        """Those that were to be cancelled are, and given back; the others wait again in their old places."""
-        unwanted = connection.scalars(sa.select(jobs.c.request_id).where(which, jobs.c.cancel_asked)).all()
+    def _put_back(
+        self, connection: sa.Connection, which: sa.ColumnElement[bool], cancellable: sa.ColumnElement[bool]
+    ) -> list[str]:
+        """Those that were to be cancelled, and can be, are, and given back; the others wait again where they were."""
+        asked = sa.select(jobs.c.request_id).where(which, cancellable, jobs.c.cancel_asked)
+        unwanted = connection.scalars(asked).all()
         cancelled = self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
         connection.execute(sa.update(jobs).where(which).values(state="queued", worker=None, started=None))
         return cancelled

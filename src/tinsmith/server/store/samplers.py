@@ -58,8 +58,9 @@ class Samplers:
         )
         return self._database.write(lambda connection: connection.execute(update).scalar_one_or_none())
 
-    def remove_copies(self, idle_since: datetime) -> list[str]:
-        """Give up weights that were copied from a model: those of ended sessions, and those idle for too long.
+    def remove_copies(self, idle_since: datetime, most: int, unused_since: datetime) -> list[str]:
+        """Give up weights that were copied from a model: those of ended sessions, those idle for too long, and of the
+        others those that an owner used longest ago, if they are more than `most` and nobody has used them lately.
 
         One that still has to answer somebody stays.
         """
@@ -67,13 +68,19 @@ class Samplers:
         ended = sa.select(sessions.c.session_id).where(
             sessions.c.session_id == samplers.c.session_id, sessions.c.state != "active"
         )
-        asked = sa.select(streams.c.stream).where(
-            streams.c.stream == samplers.c.sampler_id, streams.c.last_request >= idle_since
+        used = sa.func.coalesce(streams.c.last_request, samplers.c.created)
+        place = sa.func.row_number().over(partition_by=samplers.c.owner, order_by=used.desc())
+        copies = (
+            sa.select(samplers.c.sampler_id, used.label("used"), place.label("place"))
+            .select_from(samplers.outerjoin(streams, streams.c.stream == samplers.c.sampler_id))
+            .where(_KEPT_COPY)
+            .subquery()
         )
-        idle = sa.and_(samplers.c.created < idle_since, sa.not_(asked.exists()))
+        too_old = sa.or_(copies.c.used < idle_since, sa.and_(copies.c.place > most, copies.c.used < unused_since))
+        unwanted = samplers.c.sampler_id.in_(sa.select(copies.c.sampler_id).where(too_old))
         update = (
             sa.update(samplers)
-            .where(_KEPT_COPY, sa.or_(ended.exists(), idle), sa.not_(in_use.exists()))
+            .where(_KEPT_COPY, sa.or_(ended.exists(), unwanted), sa.not_(in_use.exists()))
             .values(removed=self._database.now())
             .returning(samplers.c.sampler_id)
         )
