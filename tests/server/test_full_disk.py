@@ -144,6 +144,28 @@ def test_a_load_that_does_not_fit_is_done_later(bench: Workbench, room: Room) ->
         assert bench.losses([loss]) == expected
 
 
+def test_a_load_that_is_cancelled_while_it_waits_for_its_snapshot_has_changed_nothing(
+    bench: Workbench, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinsmith.server.engine import adapter_files
+
+    def write(folder: Path, *rest: Any, **options: Any) -> None:
+        raise NO_SPACE
+
+    with bench.worker():
+        first, second = bench.create("s:train:0"), bench.create("s:train:1")
+        bench.losses(bench.train(first, range(1, 3)))
+        path = bench.save(first, 3, "a")
+        bench.losses(bench.train(second, range(1, 5)))
+        expected = bench.losses([bench.data(second, 5, forward_only=True)])
+        with monkeypatch.context() as full:
+            full.setattr(adapter_files, "write_adapter", write)
+            loaded = bench.load(second, 6, path, optimizer=True)
+            until(lambda: bench.no_room)
+            assert bench.store.jobs.cancel(loaded, "ann") == "cancelled"
+        assert bench.losses([bench.data(second, 7, forward_only=True)]) == expected
+
+
 def test_a_snapshot_that_does_not_fit_stops_nobody(
     bench: Workbench, room: Room, caplog: pytest.LogCaptureFixture
 ) -> None:

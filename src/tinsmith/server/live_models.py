@@ -322,7 +322,11 @@ class LiveModels:
         """This operation has loaded weights, and counts as done only when the model is written down."""
         live = self._live[model_id]
         live.seq_id, live.is_changed = seq_id, True
-        self._write(model_id, live)
+        try:
+            self._write(model_id, live)
+        except WaitError:  # if it is cancelled while it waits, it must have changed nothing
+            self.drop(model_id)
+            raise
 
     def put_away(self, model_id: str) -> bool:
         """Out of memory, to be read from the disk when it is needed again; False if it cannot be written."""
