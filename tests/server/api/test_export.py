@@ -135,6 +135,26 @@ def test_an_export_is_of_one_checkpoint_although_another_takes_its_place(
     until(lambda: left_in(server) == before)
 
 
+def test_an_export_of_what_was_withdrawn_before_it_was_read_is_refused(
+    server: RunningServer, elsewhere: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = imported(server, elsewhere.adapter)
+    before = left_in(server)
+    assert server.post(f"{place}/publish", key=ANNA).status == 204
+    assert server.get(f"{place}/export?to=peft", key=BORIS).status == 200
+    folders = server.app.state.services.folders
+    files = folders.files
+
+    def late(path: str) -> dict[str, Path]:
+        assert server.call("DELETE", f"/api/v1/{place}/publish", key=ANNA).status == 204
+        found: dict[str, Path] = files(path)
+        return found
+
+    monkeypatch.setattr(folders, "files", late)
+    assert server.get(f"{place}/export?to=peft", key=BORIS).status == 404
+    until(lambda: left_in(server) == before)
+
+
 @pytest.mark.parametrize(
     ("form", "files"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -338,6 +339,40 @@ def test_a_published_checkpoint_is_everybodys_to_read(shared: RunningServer, thi
     finally:
         assert shared.call("DELETE", f"/api/v1/{place}/publish", key=ANNA).status == 204
     assert shared.post("weights_info", {"tinker_path": things["path"]}, key=BORIS).status == 404
+
+
+@pytest.mark.parametrize("by_overwriting", [False, True])
+@pytest.mark.parametrize("reading", ["copy", "archive"])
+def test_what_is_withdrawn_before_its_files_are_read_is_read_by_nobody_else(
+    shared: RunningServer, monkeypatch: pytest.MonkeyPatch, reading: str, by_overwriting: bool
+) -> None:
+    """They may have to be waited for, or to be fetched from elsewhere."""
+    model_id = shared.model(key=ANNA)
+    save = {"model_id": model_id, "path": "state", "overwrite": True}
+    path = shared.result(shared.post("save_weights", {**save, "seq_id": 1}, key=ANNA), key=ANNA)["path"]
+    place = f"training_runs/{model_id}/checkpoints/weights/state"
+    assert shared.post(f"{place}/publish", key=ANNA).status == 204
+    archive = shared.get(f"{place}/archive", key=BORIS).json()["url"].removeprefix(shared.url)
+
+    def read() -> int:
+        if reading == "archive":
+            return shared.call("GET", archive, key=None).status
+        return shared.post("copy_weights", {"source_path": path}, key=BORIS).status
+
+    assert read() == 200
+    folders = shared.app.state.services.folders
+    files = folders.files
+
+    def late(path: str) -> dict[str, Path]:
+        if by_overwriting:
+            shared.result(shared.post("save_weights", {**save, "seq_id": 2}, key=ANNA), key=ANNA)
+        else:
+            assert shared.call("DELETE", f"/api/v1/{place}/publish", key=ANNA).status == 204
+        found: dict[str, Path] = files(path)
+        return found
+
+    monkeypatch.setattr(folders, "files", late)
+    assert read() == 404
 
 
 def _it_can_be_read_in_every_way(shared: RunningServer, things: dict[str, str]) -> None:

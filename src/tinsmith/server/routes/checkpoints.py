@@ -105,7 +105,8 @@ async def download(call: Call) -> Response:
     """A file by its signed URL, as a whole or in ranges."""
     key, file = key_in_path(call), call.part("file")
     reader = await reader_of(call, _file_path(key, file))
-    if await call.stored(call.store.checkpoints.get, key, reader) is None:
+    found = await call.stored(call.store.checkpoints.get, key, reader)
+    if found is None:
         raise _missing(key)
 
     async def may_read() -> bool:
@@ -114,6 +115,8 @@ async def download(call: Call) -> Response:
     with ExitStack() as held:
         held.enter_context(call.services.open_requests.one_more(reader))
         answer = await (_archive(call, key, held) if file == _ARCHIVE else _file(call, key, file))
+        if not await call.stored(call.store.checkpoints.is_still, found, reader):
+            raise _missing(key)  # its files may have been waited for
         return Download(answer, may_read, held.pop_all(), reader)
 
 

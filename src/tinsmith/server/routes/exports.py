@@ -60,11 +60,11 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str, held: ExitStack) -> 
     data_note = call.request.query_params.get("data_note", "")
     story = Story(checkpoint.base_model, path, data_note, facts is not None and is_unpacked(facts.folder))
     try:
-        folder = _kept(call, path, held)
+        folder = _kept(call, checkpoint, held)
         check_sound(folder)
         base = None if form == PEFT or facts is None else BaseModel(facts.folder, facts.name)
         files = export_files(form, Adapter(folder), base, story)
-    except FileNotFoundError:  # deleted in this moment
+    except FileNotFoundError:  # deleted, withdrawn or replaced in this moment
         raise status_error(404, f"There is no checkpoint {path}.") from None
     except DamagedError as error:
         raise refuse("checkpoint", f"{path} is damaged on the server's disk: {error}") from None
@@ -73,15 +73,17 @@ def _archive(call: Call, checkpoint: Checkpoint, form: str, held: ExitStack) -> 
     return ExportArchive(checkpoint.key.name, files)
 
 
-def _kept(call: Call, path: str, held: ExitStack) -> Path:
+def _kept(call: Call, checkpoint: Checkpoint, held: ExitStack) -> Path:
     """The files as they are now, until all is sent: another checkpoint may be saved in their place meanwhile."""
-    folders = call.services.folders
+    folders, path = call.services.folders, checkpoint.key.tinker_path
     files = folders.files(path)
     if not files:
         raise FileNotFoundError(path)
     scratch = folders.make_scratch(path)
     held.callback(call.services.filing.submit, folders.remove_scratch, scratch)
     link_files(files, scratch)
+    if not call.store.checkpoints.is_still(checkpoint, call.owner):
+        raise FileNotFoundError(path)
     return scratch
 
 

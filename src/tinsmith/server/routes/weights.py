@@ -253,14 +253,14 @@ def _copy(call: Call, source: Checkpoint, run: NewModel, key: CheckpointKey, ttl
             path, key.tinker_path, lambda size: _record_copy(call, source, run, key, size, ttl_seconds)
         )
     except FileNotFoundError:
-        raise status_error(404, f"{path} was deleted or replaced while it was being copied.") from None
+        raise status_error(404, f"{path} was deleted, withdrawn or replaced before it was copied.") from None
 
 
 def _record_copy(
     call: Call, source: Checkpoint, run: NewModel, key: CheckpointKey, size: int, ttl_seconds: int | None
 ) -> None:
-    now = call.store.checkpoints.get(source.key, source.owner)
-    if now is None or now.request_id != source.request_id:
+    reader = call.owner if source.public else source.owner
+    if not call.store.checkpoints.is_still(source, reader):
         raise FileNotFoundError  # some of the files may be of one checkpoint and some of its successor
     call.store.checkpoints.save(
         NewCheckpoint(

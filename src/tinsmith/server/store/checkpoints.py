@@ -74,6 +74,11 @@ class Checkpoints:
         query = self._of(key).where(sa.or_(checkpoints.c.owner == reader, checkpoints.c.public))
         return self._database.first(query, _checkpoint)
 
+    def is_still(self, checkpoint: Checkpoint, reader: str) -> bool:
+        """Whether this reader would find the same one again: what was read of it since is its own, and may be shown."""
+        now = self.get(checkpoint.key, reader)
+        return now is not None and now.request_id == checkpoint.request_id
+
     def page(self, owner: str, *, limit: int, offset: int = 0) -> Page[Checkpoint]:
         """Everything an owner has, newest first."""
         condition = sa.and_(checkpoints.c.owner == owner, self._is_kept())
