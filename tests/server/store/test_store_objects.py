@@ -459,6 +459,21 @@ def test_an_owner_with_many_copied_weights_takes_none_of_anothers(store: Store, 
     assert len(store.samplers.kept(of_ann)) == 1
 
 
+def test_a_sampler_that_follows_a_model_has_no_copied_weights_to_give_up(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    follows = NewSampler(
+        session_id=session_id, sampling_session_seq_id=9, owner="ann", base_model="tiny", model_id=MODEL
+    )
+    follower = store.samplers.create(follows).sampler_id
+    clock.pass_(HOUR)
+    of_ann = [copied(store, session_id, number) for number in range(2)]
+    clock.pass_(HOUR)
+    assert sorted(store.samplers.remove_copies(clock(), most=1, unused_since=clock())) == of_ann
+    found = store.samplers.get(follower, "ann")
+    assert found is not None
+    assert found.removed is None, "its client would be refused for as long as it goes on asking"
+
+
 def test_every_clone_gets_its_own_number(store: Store) -> None:
     new = NewSampler(session_id="s", sampling_session_seq_id=0, owner="ann", base_model="tiny")
     sampler_id = store.samplers.create(new).sampler_id

@@ -16,7 +16,10 @@ _SAMPLERS = sa.select(
     *(column for column in samplers.c if column.name != "clones"), sessions.c.state.label("session_state")
 ).select_from(samplers.outerjoin(sessions, sessions.c.session_id == samplers.c.session_id))
 _AT_ONCE = 1000  # names in one query; databases have a limit
-_KEPT_COPY = sa.and_(samplers.c.model_id.is_not(None), samplers.c.removed.is_(None))
+# Those that follow a model have no weights of their own. The first and the last condition are those of an index.
+_KEPT_COPY = sa.and_(
+    samplers.c.model_id.is_not(None), samplers.c.model_seq_id.is_not(None), samplers.c.removed.is_(None)
+)
 
 
 class Samplers:
