@@ -167,6 +167,7 @@ LARGE = [
     call("add", ref("whole"), 10**10, op="call_method", name="large"),
 ]
 """A tensor of one large number."""
+ZERO = call("torch.zeros", {"tuple": []}, dtype={"dtype": "int64"}, name="zero")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +181,12 @@ LARGE = [
         [call("torch.arange", step=1e-12, start=0, end=1)],
         [call("torch.arange", 10**400)],
         [*LARGE, call("torch.arange", ref("large"))],
+        [*(call("torch.unbind", P, name=f"n{i}") for i in range(10)), call("torch.exp", P)],
+        [
+            ZERO,
+            *(call("unbind", P, dim=ref("zero"), op="call_method", name=f"n{i}") for i in range(10)),
+            call("torch.exp", P),
+        ],
         [*LARGE, call("torch.zeros", ref("large"))],
         [*LARGE, call("torch.full", {"tuple": [ref("large")]}, 1.0)],
         [*LARGE, call("new_full", P, {"tuple": [ref("large")]}, 1.0, op="call_method")],
@@ -204,6 +211,12 @@ def test_the_number_of_nodes_is_bounded() -> None:
 def test_a_long_graph_on_a_long_datum_is_within_its_share() -> None:
     nodes = [call("torch.sigmoid", ref(f"n{i}") if i else P, name=f"n{i + 1}") for i in range(400)]
     assert run(graph(*nodes), length=32_768) > 0
+
+
+def test_a_long_datum_may_often_be_taken_apart_into_few_tensors() -> None:
+    rows = call("reshape", P, 4, -1, op="call_method", name="rows")
+    nodes = [call("torch.unbind", ref("rows"), name=f"n{i}") for i in range(100)]
+    assert run(graph(rows, *nodes, call("torch.exp", P)), length=32_768) > 0
 
 
 def test_deep_nesting_is_refused() -> None:

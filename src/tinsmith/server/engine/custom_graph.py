@@ -27,10 +27,14 @@ MAX_NODES = 1000
 MAX_ELEMENTS = 2**25
 """Elements that the steps of one run may read and compute: over a thousand for each token of a long context."""
 
+_TENSOR_SIZE = 256
+"""So many elements count for a tensor of its own, as it takes much more memory and time than the number in it."""
+
 _MAX_NESTING = 8
 _MAX_NUMBER = 2**63
 _CREATION = frozenset({"torch.zeros", "torch.ones", "torch.full", "new_zeros", "new_ones", "new_full"})
 _INDEXING = frozenset({"operator.getitem", "_operator.getitem", "torch.index_select", "index_select"})
+_SPLITTING = frozenset({"torch.unbind", "unbind"})
 _METRIC_NAME = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 
 # --- checking a graph ------------------------------------------------------------------------------------------------
@@ -152,7 +156,17 @@ def _size_before(target: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return math.ceil(_length_of_range(args, kwargs))
     if target in _INDEXING:
         return size + _indexed_size(tensors, listed)
+    if target in _SPLITTING:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+        return size + _TENSOR_SIZE * max((_length(tensor, dim) for tensor in tensors), default=0)
     return size + math.prod(_broadcast_shape(tensors))
+
+
+def _length(tensor: Tensor, dim: Any) -> int:
+    """Along a dimension, or along the longest if it cannot be told which is meant."""
+    is_known = isinstance(dim, int) and -tensor.ndim <= dim < tensor.ndim
+    length: int = tensor.shape[dim] if is_known else max(tensor.shape, default=0)
+    return length
 
 
 def _number(argument: Any) -> Any:
