@@ -190,9 +190,9 @@ def test_a_model_whose_creation_failed_says_so(bench: Workbench) -> None:
     assert "it was never made: tinker://s:train:9/weights/gone does not exist any more. Make a new" in failed.error
 
 
-@pytest.mark.parametrize("is_cancelled", [False, True])
+@pytest.mark.parametrize("cancelled", ["not at all", "with its worker", "in the queue"])
 def test_a_load_whose_worker_died_before_it_could_say_so_is_done(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, cancelled: str
 ) -> None:
     """Its snapshot is there: to be told that it was cancelled would be wrong."""
     has_loaded = LiveModels.has_loaded
@@ -213,8 +213,11 @@ def test_a_load_whose_worker_died_before_it_could_say_so_is_done(
         bench.wait_for_its_death()
     monkeypatch.undo()
     bench.died_of = None
-    if is_cancelled:
+    if cancelled == "with its worker":
         assert bench.store.jobs.cancel(load, "ann") == "asked"
+    elif cancelled == "in the queue":
+        bench.store.jobs.requeue(bench.settings.base_model, max_attempts=9, error="")
+        assert bench.store.jobs.cancel(load, "ann") == "finished"
     with bench.worker():
         assert isinstance(bench.outcome(load), Done)
         assert bench.losses([bench.data("s:train:1", 2, forward_only=True)]) == trained

@@ -37,7 +37,7 @@ from tinsmith.server.store.records import (
     Stray,
     Submission,
 )
-from tinsmith.server.store.schema import jobs, payloads, results, sessions, streams, turns
+from tinsmith.server.store.schema import jobs, models, payloads, results, sessions, streams, turns
 
 # Written out rather than bound, because that is how the databases see that a partial index applies.
 _QUEUED = jobs.c.state == sa.literal_column("'queued'")
@@ -128,7 +128,9 @@ _CANDIDATES = (
 )
 _RUNNING_ANYWHERE = _CANDIDATES.where(_RUNNING)
 _RUNNING_HERE = _CANDIDATES.where(_RUNNING, jobs.c.worker == sa.bindparam("worker"))
-_STILL_QUEUED = _CANDIDATES.where(_QUEUED, jobs.c.owner == sa.bindparam("owner"))
+# What has loaded weights is in a snapshot before it counts as done, and its worker may have died in between.
+_IN_SNAPSHOT = sa.exists().where(models.c.model_id == jobs.c.model_id, models.c.snapshot_seq >= jobs.c.seq_id)
+_STILL_QUEUED = _CANDIDATES.where(_QUEUED, jobs.c.owner == sa.bindparam("owner"), sa.not_(_IN_SNAPSHOT))
 _UNFINISHED = _CANDIDATES.where(jobs.c.finished.is_(None))
 _SETTLE = (
     sa.update(jobs)
@@ -391,7 +393,7 @@ class Jobs:
         self, connection: sa.Connection, which: sa.ColumnElement[bool], cancellable: sa.ColumnElement[bool]
     ) -> list[str]:
         """Those that were to be cancelled, and can be, are, and given back; the others wait again where they were."""
-        asked = sa.select(jobs.c.request_id).where(which, cancellable, jobs.c.cancel_asked)
+        asked = sa.select(jobs.c.request_id).where(which, cancellable, jobs.c.cancel_asked, sa.not_(_IN_SNAPSHOT))
         unwanted = connection.scalars(asked).all()
         cancelled = self._settle(connection, dict.fromkeys(unwanted, Cancelled()), _RUNNING_ANYWHERE)
         connection.execute(sa.update(jobs).where(which).values(state="queued", worker=None, started=None))
@@ -456,7 +458,10 @@ class Jobs:
         return over
 
     def cancel(self, request_id: str, owner: str) -> Literal["cancelled", "asked", "finished"] | None:
-        """Cancel a queued job at once and ask the worker of a running one; `None` if there is no such job."""
+        """Cancel a queued job at once and ask the worker of a running one; `None` if there is no such job.
+
+        One whose work is done already, and has only to be told, counts as finished.
+        """
         return self._database.write(lambda connection: self._cancel(connection, request_id, owner), must_fit=True)
 
     def _cancel(
