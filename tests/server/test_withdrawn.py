@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from tests.server.workbench import BASE, Workbench
+from tinsmith.server.engine import adapter_files
+from tinsmith.server.engine.adapters import AdapterSpec
 from tinsmith.server.store.records import CheckpointKey, Done, Failed, JobKind, NewSampler, Outcome
 
 ANNS, BENS = "s:train:0", "b:train:0"
@@ -107,6 +110,25 @@ def test_a_sampler_reads_nothing_that_was_withdrawn(
         published(bench, 3 if by_overwriting else 2)
         again = ben.sample(sampler_id, 1)
         assert isinstance(again, Failed if knows_writer else Done), "it is for what was published when it was made"
+
+
+def test_a_sampler_has_nothing_of_what_was_withdrawn_while_it_was_read(
+    bench: Workbench, ben: Ben, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one may have been saved in its place: who samples need not be who trains."""
+    read_spec = adapter_files.read_spec
+
+    def late(folder: Path) -> AdapterSpec:
+        withdraw(bench, path, by_overwriting=False)
+        return read_spec(folder)
+
+    with bench.worker():
+        bench.create(ANNS)
+        path = published(bench, 1)
+        sampler_id = ben.sampler(path, f"{ANNS}:1")
+        monkeypatch.setattr(adapter_files, "read_spec", late)
+        assert is_gone(ben.sample(sampler_id, 0), path)
+        assert is_gone(ben.sample(sampler_id, 1), path)
 
 
 def test_a_sampler_that_has_its_weights_keeps_them(bench: Workbench, ben: Ben) -> None:

@@ -32,7 +32,7 @@ MAX_NEWEST = 8
 
 
 class SamplingWeights:
-    """`on_copy` hears of weights that exist nowhere else."""
+    """`on_copy` hears of weights that exist nowhere else. `check_source` refuses to read a checkpoint for a sampler."""
 
     def __init__(
         self,
@@ -40,11 +40,13 @@ class SamplingWeights:
         folders: Folders,
         spilled: Spilled,
         on_copy: Callable[[str, FrozenAdapter], None] | None = None,
+        check_source: Callable[[Sampler, str], None] = lambda sampler, path: None,
     ) -> None:
         self._engine = engine
         self._folders = folders
         self._spilled = spilled
         self._on_copy = on_copy
+        self._check_source = check_source
         self._frozen: OrderedDict[str, FrozenAdapter] = OrderedDict()
         self._unsaved: set[str] = set()
         self._newest: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
@@ -82,7 +84,7 @@ class SamplingWeights:
     def _find(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> None:
         try:
             if sampler.model_path is not None:
-                self._add(sampler.sampler_id, self._from_checkpoint(sampler.model_path))
+                self._add(sampler.sampler_id, self._from_checkpoint(sampler, sampler.model_path))
             elif self._spilled.exists(sampler.sampler_id):
                 self._find_spilled(sampler, rebuild)
             else:
@@ -107,12 +109,14 @@ class SamplingWeights:
             log.warning("The damaged weights of %s were made again from its model: %s", sampler.sampler_id, error)
             self.keep(sampler.sampler_id, rebuilt.frozen_copy())
 
-    def _from_checkpoint(self, path: str) -> FrozenAdapter:
+    def _from_checkpoint(self, sampler: Sampler, path: str) -> FrozenAdapter:
+        self._check_source(sampler, path)
         if not self._folders.exists(path):
             raise InvalidInputError(f"{path} does not exist any more.", field="model_path", value=path)
         folder = self._folders.folder(path)
         adapter = self._engine.create_adapter(adapter_files.read_spec(folder))
         adapter_files.read_adapter(folder, adapter, with_optimizer=False)
+        self._check_source(sampler, path)  # another one may have been saved in its place meanwhile
         return adapter.frozen_copy()
 
     def _add(self, sampler_id: str, frozen: FrozenAdapter) -> None:

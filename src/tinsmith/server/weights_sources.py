@@ -71,7 +71,6 @@ class OwnWeights(WeightsSource):
         self._live = live
 
     def of(self, sampler: Sampler) -> FrozenAdapter | None:
-        check_source(self._store, self._weights, sampler)
         if sampler.model_id is None or sampler.model_seq_id is not None:
             return self._weights.get(sampler, self._rebuilt)
         model = followed(self._store, sampler)
@@ -126,7 +125,6 @@ class SentWeights(WeightsSource):
         self._coming: dict[str, Future[Answer]] = {}
 
     def of(self, sampler: Sampler) -> FrozenAdapter | None:
-        check_source(self._store, self._weights, sampler)
         if sampler.model_id is None:
             return self._weights.get(sampler, _not_from_a_model)
         wanted = self._wanted(sampler)
@@ -183,14 +181,11 @@ def followed(store: Store, sampler: Sampler) -> Model:
     return model
 
 
-def check_source(store: Store, weights: SamplingWeights, sampler: Sampler) -> None:
+def check_source(store: Store, sampler: Sampler, path: str) -> None:
     """A sampler stands for the weights it was made from, not for what was saved under their name later.
 
     Nor are they read any more for whoever may not: another owner's checkpoint may have been withdrawn.
     """
-    path = sampler.model_path
-    if path is None or sampler.sampler_id in weights:
-        return
     checkpoint = store.checkpoints.get(CheckpointKey.of(path), sampler.owner)
     if checkpoint is None:
         raise InvalidInputError(f"{path} does not exist any more.", field="model_path", value=path)

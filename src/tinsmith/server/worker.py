@@ -40,7 +40,7 @@ from tinsmith.server.token_news import TokenNews
 from tinsmith.server.trainer import PROTOBUF, Trainer, refused, server_failure
 from tinsmith.server.watchdog import Watchdog
 from tinsmith.server.weights_exchange import PublishedWeights, ReceivedWeights
-from tinsmith.server.weights_sources import OwnWeights, SentWeights, WeightsSource, publish_wanted
+from tinsmith.server.weights_sources import OwnWeights, SentWeights, WeightsSource, check_source, publish_wanted
 from tinsmith.server.worker_metrics import WorkerMetrics
 from tinsmith.types import SamplingParams
 from tinsmith.wire import json, proto
@@ -101,7 +101,13 @@ class Worker:
         storage = open_storage(state, settings.storage, settings.cache_bytes, store)
         folders, snapshots = storage.checkpoints, storage.snapshots
         self._published = published
-        copies = SamplingWeights(engine, folders, storage.spilled, on_copy=published.publish if published else None)
+        copies = SamplingWeights(
+            engine,
+            folders,
+            storage.spilled,
+            on_copy=published.publish if published else None,
+            check_source=partial(check_source, store),
+        )
         self._metrics = metrics or WorkerMetrics()
         self._tell_replay = tell_replay
         self._tell_held_up = tell_held_up
