@@ -182,6 +182,25 @@ def test_saves_at_once_do_not_pass_the_quota_together(tmp_path: Path, url: str) 
         shelf.close()
 
 
+def test_saves_at_once_on_several_machines_do_not_pass_the_quota_together(tmp_path: Path, url: str) -> None:
+    """They share no folder, in which one would come after the other."""
+    shelves = [Shelf(tmp_path / str(number), url) for number in range(4)]
+    refused = []
+
+    def save(shelf: Shelf, name: str, most_bytes: int) -> None:
+        try:
+            shelf.save("x" * 10, name=name, most_bytes=most_bytes)
+        except InvalidInputError as error:
+            refused.append(error)
+
+    for kept in range(0, 200, 10):
+        together(*(partial(save, shelf, f"n{kept}-{place}", kept + 15) for place, shelf in enumerate(shelves)))
+        assert shelves[0].store.checkpoints.kept_bytes("ann") == kept + 10
+    assert len(refused) == 20 * 3
+    for shelf in shelves:
+        shelf.close()
+
+
 def test_a_copy_of_what_goes_away_is_whole_or_none(tmp_path: Path) -> None:
     """The files of a copy may not be of two checkpoints."""
     shelf = Shelf(tmp_path, f"sqlite:///{tmp_path}/tinsmith.db")

@@ -50,6 +50,8 @@ class Checkpoints:
         """
 
         def write(connection: sa.Connection) -> Checkpoint:
+            if most_bytes is not None:  # those in the same moment would pass the limit together
+                self._database.one_at_a_time(connection, f"checkpoints of {checkpoint.owner}")
             present = connection.execute(self._of(checkpoint.key)).one_or_none()
             if present is not None and present.request_id == checkpoint.request_id:
                 return _checkpoint(present)
