@@ -27,7 +27,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 @pytest.fixture(scope="module")
 def things(shared: RunningServer) -> dict[str, str]:
     """Anna's."""
-    body = {"tags": [], "user_metadata": {}, "sdk_version": "1", "display_name": "Anna's secret"}
+    written = {"display_name": "Anna's secret", "project_id": "Anna's secret project"}
+    body = {"tags": [], "user_metadata": {}, "sdk_version": "1", **written}
     session_id = shared.post("create_session", body, key=ANNA).json()["session_id"]
     place = {"session_id": session_id, "model_seq_id": 0, "base_model": MODELS[0], "lora_config": {"rank": 8}}
     making = {**place, "user_metadata": {"customer": "Anna's secret"}}
@@ -270,7 +271,7 @@ def filled(value: Any, names: dict[str, str]) -> Any:
 def test_after_all_that_nothing_of_hers_has_changed(shared: RunningServer, things: dict[str, str]) -> None:
     """Runs after the walk above; alone it only shows that she sees her things."""
     found = shared.post("sessions/search", {"session_id": things["session"]}, key=ANNA).json()["sessions"]
-    assert [(one["status"]["type"], one["project_id"]) for one in found] == [("active", "project-default")]
+    assert [(one["status"]["type"], one["project_id"]) for one in found] == [("active", "Anna's secret project")]
     kept = shared.get(f"training_runs/{things['model']}/checkpoints", key=ANNA).json()["checkpoints"]
     assert sorted((one["checkpoint_id"], one["public"], one.get("expires_at")) for one in kept) == [
         ("external_weights/out", False, None),
@@ -403,6 +404,8 @@ def _its_session_is_seen_and_what_was_written_into_it_is_not(shared: RunningServ
     assert found["checkpoints_count"] == 1
     assert "Anna's secret" not in str(found)
     assert "Anna's secret" in str(shared.post("sessions/search", query, key=ANNA).json())
+    project = {**query, "project_ids": ["Anna's secret project"]}
+    assert [len(shared.post("sessions/search", project, key=key).json()["sessions"]) for key in (ANNA, BORIS)] == [1, 0]
 
 
 def _its_run_is_seen_and_what_was_written_into_it_is_not(shared: RunningServer, things: dict[str, str]) -> None:
@@ -414,6 +417,8 @@ def _its_run_is_seen_and_what_was_written_into_it_is_not(shared: RunningServer, 
         assert shown["last_checkpoint"]["tinker_path"] == things["path"]
         assert "Anna's secret" not in str(shown)
     assert found
+    project = f"training_runs{ACCESSIBLE}&project_id=Anna%27s%20secret%20project"
+    assert [shared.get(project, key=key).json()["cursor"]["total_count"] for key in (ANNA, BORIS)] == [1, 0]
 
 
 def test_an_unknown_key_is_refused(shared: RunningServer) -> None:

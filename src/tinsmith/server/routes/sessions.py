@@ -231,7 +231,7 @@ def _shown(session: Session, reader: str) -> Session:
     """To others a session is where published checkpoints come from; what its owner wrote into it stays private."""
     if session.owner == reader:
         return session
-    return msgspec.structs.replace(session, display_name=None, user_metadata={}, finish_detail=None)
+    return msgspec.structs.replace(session, display_name=None, project_id=None, user_metadata={}, finish_detail=None)
 
 
 def _summary(found: StoredSummary, reader: str) -> SessionSummary:

@@ -57,10 +57,10 @@ class Models:
     def page(
         self, owner: str, *, limit: int, offset: int = 0, scope: AccessScope = "owned", project_id: str | None = None
     ) -> Page[Model]:
-        """Newest first."""
+        """Newest first; of a project, those that its owner has put there."""
         condition = visible(owner, scope, self._database.now())
         if project_id is not None:
-            condition = sa.and_(condition, project() == project_id)
+            condition = sa.and_(models.c.owner == owner, project() == project_id)
         page = _MODELS.where(condition).order_by(models.c.created.desc(), models.c.model_id.desc())
         total = sa.select(sa.func.count()).select_from(models).where(condition)
 

@@ -205,7 +205,7 @@ class Sessions:
         if names:
             conditions.append(sa.or_(*names))
         if query.project_ids is not None:
-            conditions.append(sessions.c.project_id.in_(query.project_ids))
+            conditions.append(sa.and_(sessions.c.owner == query.reader, sessions.c.project_id.in_(query.project_ids)))
         if query.statuses is not None:
             conditions.append(sa.or_(sa.false(), *(_has_status(wanted) for wanted in query.statuses)))
         if query.cursor is not None:
