@@ -6,12 +6,15 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.on_ray import bridge
+from tinsmith.server.on_ray.actor import WorkerActor
 from tinsmith.server.on_ray.bridge import Bridge
 from tinsmith.server.on_ray.cluster import Cluster
 from tinsmith.server.on_ray.messages import ClusterSettings, Order, Report, Seat
@@ -34,21 +37,41 @@ def later_replica(cluster: Cluster) -> Any:
     return {"is_placed": is_placed}
 
 
-async def taken_name(cluster: Cluster, folder: Path) -> Any:
+class Idle(WorkerActor):
+    """Does nothing until it is killed."""
+
+    def _work(self) -> None:
+        threading.Event().wait()
+
+    async def num_replicas(self) -> int:
+        return len(self._replicas)
+
+
+async def orders(cluster: Cluster, folder: Path) -> Any:
+    """A second trainer, while the name of the first is taken, and a replica for which there is no room."""
+    bridge.WorkerActor = Idle  # type: ignore[misc]
     read, written = os.pipe()
-    bridge = Bridge(written)
-    settings = WorkerSettings(
-        base_model="m", folder=str(folder), database="", state=str(folder), role="train", place="train"
-    )
-    for life in (1, 2):
-        bridge._begin(Order(life=life, do="begin", settings=msgspec.Raw(msgspec.json.encode(settings))), cluster)
-    told = msgspec.json.decode(os.read(read, 2**16).splitlines()[0], type=Report)
-    (said,) = told.messages
-    return {"life": told.life, "ended": told.ended, "said": said.failed, "living": [*bridge._lives]}
+    made = Bridge(written)
+    workers = ("train", "train"), ("train", "train"), ("sample", "sample-0"), ("sample", "sample-1")
+    for life, (role, place) in enumerate(workers, 1):
+        settings = WorkerSettings(
+            base_model="m", folder=str(folder), database="", state=str(folder), role=role, place=place
+        )
+        made._begin(Order(life=life, do="begin", settings=msgspec.Raw(msgspec.json.encode(settings))), cluster)
+    refused = msgspec.json.decode(os.read(read, 2**16).splitlines()[0], type=Report)
+    (said,) = refused.messages
+    living = [*made._lives]
+    trainer = made._lives[1].actor
+    while not (num_replicas := await trainer.num_replicas.remote()):  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.1)
+    return {
+        "taken": {"life": refused.life, "ended": refused.ended, "said": said.failed, "living": living},
+        "num_replicas": num_replicas,
+    }
 
 
 if __name__ == "__main__":
     settings = ClusterSettings(address=sys.argv[1], seats=SEATS, device="cpu", kept_here="the database")
     cluster = Cluster(settings, "test")
-    found = {"later": later_replica(cluster), "taken": asyncio.run(taken_name(cluster, Path(sys.argv[2])))}
+    found = {"later": later_replica(cluster), **asyncio.run(orders(cluster, Path(sys.argv[2])))}
     tell(json.dumps(found))

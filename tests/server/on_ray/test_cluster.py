@@ -48,5 +48,10 @@ def test_a_replica_that_comes_later_does_not_go_where_the_database_is_not(seen: 
 
 
 def test_an_actor_that_ray_refuses_ends_alone(seen: Any) -> None:
-    assert (seen["taken"]["life"], seen["taken"]["ended"], seen["taken"]["living"]) == (2, UNSEEN, [1])
+    assert (seen["taken"]["life"], seen["taken"]["ended"], seen["taken"]["living"]) == (2, UNSEEN, [1, 3, 4])
     assert "Ray did not take its actor: " in seen["taken"]["said"]
+
+
+def test_weights_are_sent_to_replicas_that_are_there_and_not_to_one_that_waits_for_room(seen: Any) -> None:
+    """What is sent to an actor that has not begun stays in Ray's memory until it has."""
+    assert seen["num_replicas"] == 1

@@ -109,13 +109,11 @@ class Bridge:
         Any other error means that the cluster is not what it was, and this process ends, to join it anew.
         """
         try:
-            begun = self._lives[order.life] = _ActorLife(self, order, cluster)
+            self._lives[order.life] = _ActorLife(self, order, cluster)
         except ValueError as error:
             log.exception("An actor could not be made.")
             why = Message(failed=f"Ray did not take its actor: {reason(error)}")
             self.tell(Report(life=order.life, messages=[why], ended=UNSEEN))
-            return
-        self._introduce(begun.settings.base_model)
 
     def tell(self, report: Report) -> None:
         line = msgspec.json.encode(report) + b"\n"
@@ -124,11 +122,14 @@ class Bridge:
                 line = line[os.write(self._output, line) :]
 
     def is_over(self, number: int) -> None:
-        self._introduce(self._lives.pop(number).settings.base_model)
+        self.introduce(self._lives.pop(number).settings.base_model)
 
-    def _introduce(self, base_model: str) -> None:
-        """Who trains hears to whom it sends the weights of samplers."""
-        lives = [life for life in self._lives.values() if life.settings.base_model == base_model]
+    def introduce(self, base_model: str) -> None:
+        """Who trains hears to whom it sends the weights of samplers.
+
+        Ray would keep what is sent to one that still waits for room, and it may do so for days.
+        """
+        lives = [life for life in self._lives.values() if life.settings.base_model == base_model and life.has_begun]
         replicas = [life.actor for life in lives if life.settings.role == "sample"]
         for life in lives:
             if life.settings.role == "train":
@@ -143,6 +144,7 @@ class _ActorLife:
         self._number = order.life
         self._cluster = cluster
         self._is_killed = False
+        self.has_begun = False
         self.settings = msgspec.json.decode(order.settings, type=WorkerSettings)
         base_model, place = self.settings.base_model, self.settings.place
         self._whose = f"{base_model}, {place}" if place else base_model
@@ -176,6 +178,8 @@ class _ActorLife:
 
     async def _work(self) -> int:
         begun: Begun = await self._patiently(self.actor.begin.remote())
+        self.has_begun = True
+        self._bridge.introduce(self.settings.base_model)
         self._say(Message(where=begun.where, process=begun.process))
         if begun.version != __version__:
             self._say(Message(failed=other_version(begun.version, begun.where), is_final=True))
