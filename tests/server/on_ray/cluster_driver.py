@@ -48,7 +48,7 @@ class Idle(WorkerActor):
 
 
 async def orders(cluster: Cluster, folder: Path) -> Any:
-    """A second trainer, while the name of the first is taken, and a replica for which there is no room."""
+    """A second trainer while the first has its name, a replica that is killed, and one for which there is no room."""
     bridge.WorkerActor = Idle  # type: ignore[misc]
     read, written = os.pipe()
     made = Bridge(written)
@@ -64,9 +64,14 @@ async def orders(cluster: Cluster, folder: Path) -> Any:
     trainer = made._lives[1].actor
     while not (num_replicas := await trainer.num_replicas.remote()):  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0.1)
+    made._lives[3].kill()
+    while 3 in made._lives:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.1)
+    told = [msgspec.json.decode(line, type=Report) for line in os.read(read, 2**16).splitlines()]
     return {
         "taken": {"life": refused.life, "ended": refused.ended, "said": said.failed, "living": living},
         "num_replicas": num_replicas,
+        "killed": [message.failed for each in told if each.life == 3 for message in each.messages if message.failed],
     }
 
 

@@ -55,3 +55,8 @@ def test_an_actor_that_ray_refuses_ends_alone(seen: Any) -> None:
 def test_weights_are_sent_to_replicas_that_are_there_and_not_to_one_that_waits_for_room(seen: Any) -> None:
     """What is sent to an actor that has not begun stays in Ray's memory until it has."""
     assert seen["num_replicas"] == 1
+
+
+def test_of_a_worker_that_was_killed_nobody_says_why_but_who_killed_it(seen: Any) -> None:
+    """It could not be reached, say, or was not heard of for long: that is what its server tells."""
+    assert seen["killed"] == []
