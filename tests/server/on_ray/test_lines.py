@@ -107,6 +107,21 @@ def test_a_worker_that_cannot_be_reached_is_killed_with_the_reason() -> None:
     assert [order.do for order in orders.told] == ["kill"]
 
 
+def test_of_a_worker_that_was_gone_before_it_could_be_called_the_end_is_told() -> None:
+    with socket.create_server((HERE, 0)) as free:
+        port = free.getsockname()[1]
+    orders = Orders()
+
+    async def talk(life: RayLife, said: AsyncIterator[Message]) -> None:
+        life.hear(Report(line=LineAddress(HERE, port, "secret")))
+        life.hear(Report(messages=[Message(failed="its actor is gone: out of memory")]))
+        life.hear(Report(ended=ENDED))
+        assert [message.failed async for message in said] == ["its actor is gone: out of memory"]
+
+    heard_by(talk, orders)
+    assert orders.told == []
+
+
 def test_who_does_not_know_the_secret_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(line, "SECRET_SECONDS", 0.2)
     worker = TalkativeWorker()

@@ -179,8 +179,9 @@ class RayLife(Life):
             async with asyncio.timeout(CALL_SECONDS):
                 reader, line = await asyncio.open_connection(address.host, address.port, limit=MAX_LINE_BYTES)
         except OSError as error:
-            self._say(Message(failed=_unreachable(address, error)))
-            self.kill()
+            if self._ending is None:  # else it is gone, and the bridge has told why
+                self._say(Message(failed=_unreachable(address, error)))
+                self.kill()
             return
         line.write(address.secret.encode())
         self._line = line
