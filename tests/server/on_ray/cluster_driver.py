@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import ray
 
-from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.messages import Message, WorkerSettings
 from tinsmith.server.on_ray import bridge
 from tinsmith.server.on_ray.actor import WorkerActor
 from tinsmith.server.on_ray.bridge import Bridge
@@ -35,6 +37,20 @@ def later_replica(cluster: Cluster) -> Any:
     is_placed = options["scheduling_strategy"].placement_group.wait(5)
     cluster.release("m", "sample-1")
     return {"is_placed": is_placed}
+
+
+async def without_state(folder: Path) -> Any:
+    """What a worker says whose state folder cannot be made on its node."""
+    (folder / "file").touch()
+    settings = WorkerSettings(base_model="m", folder="", database="", state=str(folder / "file" / "state"))
+    actor: Any = ray.remote(WorkerActor).options(num_cpus=0).remote(msgspec.json.encode(settings), "", [])
+    await actor.begin.remote()
+    address = await actor.line.remote()
+    with socket.create_connection((address.host, address.port)) as line, line.makefile("rb") as said:
+        line.sendall(address.secret.encode())
+        message = msgspec.json.decode(said.readline(), type=Message)
+    ray.kill(actor)
+    return {"failed": message.failed, "is_final": message.is_final}
 
 
 class Idle(WorkerActor):
@@ -78,5 +94,7 @@ async def orders(cluster: Cluster, folder: Path) -> Any:
 if __name__ == "__main__":
     settings = ClusterSettings(address=sys.argv[1], seats=SEATS, device="cpu", kept_here="the database")
     cluster = Cluster(settings, "test")
-    found = {"later": later_replica(cluster), **asyncio.run(orders(cluster, Path(sys.argv[2])))}
+    folder = Path(sys.argv[2])
+    found = {"later": later_replica(cluster), "without_state": asyncio.run(without_state(folder))}
+    found |= asyncio.run(orders(cluster, folder))
     tell(json.dumps(found))

@@ -60,3 +60,9 @@ def test_weights_are_sent_to_replicas_that_are_there_and_not_to_one_that_waits_f
 def test_of_a_worker_that_was_killed_nobody_says_why_but_who_killed_it(seen: Any) -> None:
     """It could not be reached, say, or was not heard of for long: that is what its server tells."""
     assert seen["killed"] == []
+
+
+def test_a_worker_whose_state_folder_cannot_be_made_on_its_node_says_so_for_good(seen: Any) -> None:
+    assert seen["without_state"]["is_final"]
+    assert "file/state cannot be used there: [Errno 20] Not a directory" in seen["without_state"]["failed"]
+    assert "--state" in seen["without_state"]["failed"]

@@ -19,7 +19,7 @@ import ray
 from ray.actor import ActorHandle
 
 from tinsmith.server.bell import Bell
-from tinsmith.server.messages import WorkerSettings
+from tinsmith.server.messages import Message, WorkerSettings
 from tinsmith.server.on_ray.line import Line
 from tinsmith.server.on_ray.member import MembersOnRay
 from tinsmith.server.on_ray.messages import LineAddress
@@ -101,12 +101,17 @@ class WorkerActor:
         settings = self._settings
         whose = {"base_model": settings.base_model, **({"worker": settings.place} if settings.place else {})}
         self._speaker.configure_logs(settings.log_format, settings.log_level, **whose)
-        state = Path(settings.state)
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)  # on other machines, for copies of files
-        hold_as_worker(state)
         line, speaker = self._line, self._speaker
-        members = MembersOnRay(self._member_options, line.tell, speaker.note_log)
         bell = Bell(line.wait_for_call(), self._heard)
+        state = Path(settings.state)
+        try:
+            state.mkdir(mode=0o700, parents=True, exist_ok=True)  # on other machines, for copies of files
+            hold_as_worker(state)
+        except OSError as error:
+            why = f"the state folder {state} cannot be used there: {error}; choose another with --state, for all nodes"
+            line.tell(Message(failed=why, is_final=True))
+            raise SystemExit(1) from error
+        members = MembersOnRay(self._member_options, line.tell, speaker.note_log)
         run(settings, bell, line.tell, self._published, self._received, members, speaker.end)
 
     def _ring(self) -> None:
