@@ -61,7 +61,7 @@ def main() -> None:
     # Ray takes the signals over, and would end us before our parent says so.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    bridge.tell(Report(is_ready=True))
+    bridge.tell(Report(is_ready=True, uses_gpus=cluster.uses_gpus))
     try:
         asyncio.run(bridge.run(cluster))
     except Exception:

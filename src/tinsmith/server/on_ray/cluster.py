@@ -46,12 +46,12 @@ class Cluster:
         _connect(settings.address, namespace)
         self._nodes = {node["NodeID"]: Node(node["Resources"]) for node in ray.nodes() if node["Alive"]}
         check_state(settings.kept_here, self._nodes.values())
-        self._uses_gpus = uses_gpus(settings.device, self._nodes.values())
-        where = only_kind(self._nodes.values()) if self._uses_gpus else {}
+        self.uses_gpus = uses_gpus(settings.device, self._nodes.values())
+        where = only_kind(self._nodes.values()) if self.uses_gpus else {}
         if settings.kept_here:
             where |= only_here(self._nodes[ray.get_runtime_context().get_node_id()])
         self._bundles = {
-            (seat.base_model, seat.place): {**bundle(seat, self._uses_gpus), **where} for seat in settings.seats
+            (seat.base_model, seat.place): {**bundle(seat, self.uses_gpus), **where} for seat in settings.seats
         }
         self._sizes = {(seat.base_model, seat.place): seat.processes for seat in settings.seats}
         check_room([each for seat in self._bundles for each in self._bundles_of(seat)], list(self._nodes.values()))
@@ -82,7 +82,7 @@ class Cluster:
     def _added(self, base_model: str, place: str) -> tuple[PlacementGroup, int]:
         needed = self._bundles[base_model, FIRST_REPLICA]
         first, _ = self._groups[base_model, FIRST_REPLICA]
-        same = same_kind(self._nodes_of(first)) if self._uses_gpus else {}
+        same = same_kind(self._nodes_of(first)) if self.uses_gpus else {}
         group = self._later[base_model, place] = placement_group([{**needed, **same}], strategy="PACK")
         return group, 0
 
@@ -113,7 +113,7 @@ class Cluster:
         return [self._bundles[seat]] * self._sizes[seat]
 
     def _check_kinds(self, base_model: str, group: PlacementGroup) -> None:
-        if self._uses_gpus:
+        if self.uses_gpus:
             check_kinds(base_model, self._nodes_of(group))
 
     def _nodes_of(self, group: PlacementGroup) -> list[Node]:

@@ -68,6 +68,9 @@ class RayLives(Lives):
         async with self._building:
             if self._bridge is None or self._bridge.is_over:
                 self._bridge = await _Bridge.build(self._settings)
+                # When a cluster comes back, its nodes with GPUs may do so after others.
+                device = "cuda" if self._bridge.uses_gpus else "cpu"
+                self._settings = msgspec.structs.replace(self._settings, device=device)
             return self._bridge
 
 
@@ -87,6 +90,7 @@ class _Bridge:
         self._numbers = count(1)
         self._lives: dict[int, RayLife] = {}
         self._listening: asyncio.Task[None] | None = None
+        self.uses_gpus = False
         self.is_over = False
 
     @classmethod
@@ -110,6 +114,7 @@ class _Bridge:
         if not report.is_ready:
             await bridge.close()
             raise CannotBeginError(report.refused)
+        bridge.uses_gpus = report.uses_gpus
         bridge._listening = asyncio.create_task(bridge._listen(), name="the bridge to Ray")
         return bridge
 

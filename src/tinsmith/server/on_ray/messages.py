@@ -56,6 +56,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     is_ready: bool = False
     """There is room for every worker."""
+    uses_gpus: bool = False
+    """With a GPU for each of its processes."""
     refused: str = ""
     """Why there is no cluster to be had, and what to do about it."""
     life: int = 0
