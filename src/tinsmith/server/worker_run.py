@@ -76,7 +76,7 @@ def run(
     with ExitStack() as life:
         every_second = [lambda: tell(Message())]
         life.enter_context(_beside(every_second))
-        store = _opened_store(settings.database, bell)
+        store = _opened_store(settings.database, bell, tell)
         try:
             if settings.lead:
                 store.lead.work_for(settings.lead)
@@ -174,13 +174,14 @@ def _beside(every_second: Sequence[Callable[[], None]]) -> Iterator[None]:
         thread.join()
 
 
-def _opened_store(url: str, bell: Bell) -> Store:
+def _opened_store(url: str, bell: Bell, tell: Tell) -> Store:
     outage = Outage(log)
     while True:
         try:
             return Store(url)
         except StoreUnavailableError as error:
             outage.met("The database is out of reach, so its model is not loaded yet", error)
+            tell(Message(held_up=_HELD_UP["database"]))
             time.sleep(LOOK_AGAIN_SECONDS)
             if not bell.rang() and bell.is_closed:
                 raise
