@@ -92,8 +92,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Workbe
 
 def trained(bench: Workbench) -> str:
     model = bench.create("s:train:0")
-    bench.losses(bench.train(model, range(1, 5)))
+    train(bench, model, range(1, 5))
     return model
+
+
+def train(bench: Workbench, model: str, seq_ids: range) -> None:
+    """To the end of the last step, which the losses do not wait for."""
+    bench.losses(bench.train(model, seq_ids))
+    bench.result(f"{model}:{seq_ids[-1]}")
 
 
 def test_each_claims_its_own_kind(pair: Pair) -> None:
@@ -151,7 +157,7 @@ def test_a_sampler_that_follows_a_model_has_its_newest_weights(pair: Pair, alone
         model = trained(alone)
         follower = alone.following_sampler(model)
         expected = [alone.tokens(alone.sample(follower, 0, max_tokens=8, temperature=0.5))]
-        alone.losses(alone.train(model, range(5, 9)))
+        train(alone, model, range(5, 9))
         expected.append(alone.tokens(alone.sample(follower, 1, max_tokens=8, temperature=0.5)))
     with pair.training(), pair.sampling():
         model = trained(pair.trainer)
@@ -159,7 +165,7 @@ def test_a_sampler_that_follows_a_model_has_its_newest_weights(pair: Pair, alone
         found = [pair.replica.tokens(pair.sample(follower, 0))]
         assert pair.replica.tokens(pair.sample(follower, 5)) == found[0]
         assert len(pair.put) == 1
-        pair.trainer.losses(pair.trainer.train(model, range(5, 9)))
+        train(pair.trainer, model, range(5, 9))
         found.append(pair.replica.tokens(pair.sample(follower, 1)))
     assert found == expected
     assert len(pair.put) == 2

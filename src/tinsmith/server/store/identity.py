@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 WAIT_SECONDS = 10.0
 """For the lock of a server that has just been killed."""
 KEEP_SECONDS = 5.0
+_END_SECONDS = 5.0
 _LOOK_AGAIN_SECONDS = 0.1
 
 
@@ -83,7 +84,7 @@ class Identity:
             yield
         finally:
             over.set()
-            thread.join(KEEP_SECONDS)  # it may be waiting for a database that is away
+            thread.join(_END_SECONDS)  # it may be waiting for a database that is away
 
     def _keep(self, over: threading.Event) -> None:
         """If another server came in between, this one's models are out of date."""
