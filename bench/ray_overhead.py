@@ -8,10 +8,11 @@ and take turns of a few rounds on a model so small that the way is most of it; t
 figures are medians over the turns. New weights reach the replicas while the client asks for the first sample.
 
 The replicas draw for two servers that are up together and take turns, with more samples than a replica should have at
-once, of prompts that have nothing in common. On a machine that is busy with other things wall time says as much about
-them, so the same is also taken by the CPU time of the busiest replica. The ceiling is what two engines without a server
-reach that draw half of the samples each at the same time, against one that draws all: what splitting costs, and what
-this machine has for two.
+once, of prompts that have nothing in common: eight of each prompt, as reinforcement learning asks for them, and one of
+each, where client and API have most to do for a token, on the cores that the replicas want. On a machine that is busy
+with other things wall time says as much about them, so the same is also taken by the CPU time of the busiest replica.
+The ceiling is what two engines without a server reach that draw half of the samples each at the same time, against one
+that draws all: what splitting costs, and what this machine has for two.
 """
 
 from __future__ import annotations
@@ -49,27 +50,30 @@ PROMPT = tinsmith.ModelInput.from_ints(list(range(1, 9)))
 ONE_TOKEN = tinsmith.SamplingParams(max_tokens=1, seed=1, stop=[])
 NUM_ROWS = 8
 AT_ONCE = 256
-"""Samples that a replica takes at once."""
+"""Requests that a replica takes at once."""
 
 
 class Case(NamedTuple):
-    num_samples: int
+    model: str
+    num_prompts: int
+    samples: int
+    """Of each prompt."""
     tokens: int
-    """Of each."""
+    """Of each sample."""
 
     @property
     def num_tokens(self) -> int:
-        return self.num_samples * self.tokens
+        return self.num_prompts * self.samples * self.tokens
 
     def prompts(self) -> list[list[int]]:
-        return [[number % 64, number // 64, *range(1, 9)] for number in range(self.num_samples)]
+        return [[number % 64, number // 64, *range(1, 9)] for number in range(self.num_prompts)]
 
     @property
     def params(self) -> tinsmith.SamplingParams:
         return tinsmith.SamplingParams(max_tokens=self.tokens, seed=1, stop=[])
 
 
-DRAWING = {"tiny": Case(2 * AT_ONCE, 100), "135M": Case(192, 16)}
+DRAWING = (Case("tiny", 64, 8, 100), Case("tiny", 512, 1, 100), Case("135M", 24, 8, 16), Case("135M", 192, 1, 16))
 """Of the large model fewer: there, each step takes longer with every sample."""
 
 Round = Callable[[], float]
@@ -190,7 +194,7 @@ class Drawing:
         before = self._cpu_seconds()
         start = time.perf_counter()
         prompts = map(tinsmith.ModelInput.from_ints, self._case.prompts())
-        for future in [self._sampler.sample(prompt, 1, self._case.params) for prompt in prompts]:
+        for future in [self._sampler.sample(prompt, self._case.samples, self._case.params) for prompt in prompts]:
             future.result()
         wall = time.perf_counter() - start
         return Spent(wall, max(spent - before[process] for process, spent in self._cpu_seconds().items()))
@@ -217,9 +221,9 @@ class Engines:
     """Engines in processes of their own, which draw at the same time."""
 
     def __init__(self, folder: str, case: Case, number: int) -> None:
-        self._shares = [case.num_samples // number] * number
+        self._shares = [case.num_prompts // number] * number
         environment = {**os.environ, **WORKER_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, __file__, "--draw", folder, str(case.tokens)]
+        command = [sys.executable, __file__, "--draw", folder, *map(str, case[1:])]
         pipe = subprocess.PIPE
         self._players = [
             subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) for _ in range(number)
@@ -238,8 +242,8 @@ class Engines:
             player.wait()
 
 
-def draw(folder: str, tokens: int) -> None:
-    """Such a process: for every number that it reads it draws so many samples, and writes its CPU time for that."""
+def draw(folder: str, case: Case) -> None:
+    """Such a process: for every number that it reads it draws for so many prompts, and writes its CPU time for that."""
     import torch
 
     from tinsmith.server.engine.engine import Engine
@@ -248,9 +252,9 @@ def draw(folder: str, tokens: int) -> None:
     torch.set_num_threads(1)
     generator = Engine.open(folder, "cpu", "float32").generator
     for line in sys.stdin:
-        case = Case(int(line), tokens)
         before = time.process_time()
-        waiting = [SampleWork(key, prompt, case.params) for key, prompt in enumerate(case.prompts())]
+        prompts = case.prompts()[: int(line)]
+        waiting = [SampleWork(key, prompt, case.params, case.samples) for key, prompt in enumerate(prompts)]
         free = AT_ONCE
         while waiting or free < AT_ONCE:
             taken, waiting = waiting[:free], waiting[free:]
@@ -263,9 +267,9 @@ def draw(folder: str, tokens: int) -> None:
 def print_replicas(cluster: RayHead) -> None:
     print("\n| two replicas with a thread each | one (tokens/s) | two (tokens/s) | ratio | ceiling | bar |")
     print("| --- | ---: | ---: | ---: | ---: | --- |")
-    for name, case in DRAWING.items():
+    for case in DRAWING:
         with ExitStack() as stack:
-            folder = folder_of(name, stack)
+            folder = folder_of(case.model, stack)
             sides: dict[str, Callable[[], Spent]] = {}
             for number in (1, 2):
                 options = f"--ray={cluster.address}", f"--sample-workers={number}"
@@ -281,7 +285,8 @@ def print_replicas(cluster: RayHead) -> None:
             one, two = (case.num_tokens / medians[f"{number} on Ray"] for number in (1, 2))
             ratio = ratios["on Ray"]
             bar = f"{BAR_RATIO}{'' if ratio >= BAR_RATIO else ' MISSED'}"
-            figure = f"{name}, {case.num_samples} samples of {case.tokens} tokens, by {way} time"
+            work = f"{case.num_prompts} prompts x {case.samples} samples of {case.tokens} tokens"
+            figure = f"{case.model}, {work}, by {way} time"
             print(f"| {figure} | {one:,.0f} | {two:,.0f} | {ratio:.2f} | {ratios['alone']:.2f} | {bar} |", flush=True)
 
 
@@ -312,6 +317,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--draw"]:
-        draw(sys.argv[2], int(sys.argv[3]))
+        draw(sys.argv[2], Case("", *map(int, sys.argv[3:])))
     else:
         main()
