@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import sys
@@ -524,6 +525,10 @@ def main() -> None:
     options = parser.parse_args()
     if options.gpus is not None and options.gpus < 4:
         parser.error(f"--gpus {options.gpus}: two base models need a trainer and a sampler each; give 4 or more")
+    if options.tenants is not None and options.tenants < 1:
+        parser.error(f"--tenants {options.tenants}: give 1 or more")
+    if not 0 < options.load < math.inf:
+        parser.error(f"--load {options.load}: give a number above 0, such as {LOAD}")
     began = time.perf_counter()
     sizes = SIZES if options.gpus is None else (options.gpus,)
     work = [(gpus, options.tenants or gpus * TENANTS_PER_GPU) for gpus in sizes]

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -131,6 +132,7 @@ def test_who_does_not_know_the_secret_is_not_listened_to(monkeypatch: pytest.Mon
             stranger.sendall(guess)
             stranger.settimeout(SECONDS)
             assert stranger.recv(1) == b"", f"{guess!r} was answered"
+    assert dripped((host, port), len(secret)) < len(secret)
     monkeypatch.setattr(line, "SECRET_SECONDS", SECONDS)
     with socket.create_connection((host, port)) as known, known.makefile("rb") as said:
         known.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -139,3 +141,18 @@ def test_who_does_not_know_the_secret_is_not_listened_to(monkeypatch: pytest.Mon
         assert msgspec.json.decode(said.readline(), type=Message).ready
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((host, port))
+
+
+def dripped(address: tuple[str, int], most: int) -> int:
+    """How many bytes are taken from a stranger who sends them one by one, before it is hung up on."""
+    with socket.create_connection(address) as stranger:
+        stranger.settimeout(0.1)
+        for number in range(most):
+            with suppress(TimeoutError):
+                try:
+                    stranger.sendall(b"x")
+                    stranger.recv(1)
+                except ConnectionError:
+                    pass
+                return number
+    return most

@@ -9,8 +9,6 @@ import pytest
 
 from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server.config import ServerConfig
-from tinsmith.server.lives import CannotBeginError
-from tinsmith.server.messages import WorkerSettings
 from tinsmith.server.models import ModelSource
 from tinsmith.server.on_ray import lives
 from tinsmith.server.on_ray.lives import RayLives
@@ -120,26 +118,6 @@ def test_without_ray_its_extra_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     config = ServerConfig(models=MODELS, state=tmp_path, ray="auto")
     with pytest.raises(MissingExtraError, match=r"tinsmith\[ray\]"):
         asyncio.run(RayLives(config, {}).prepare())
-
-
-def test_workers_that_had_gpus_wait_for_them_when_the_cluster_comes_back_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On CPUs they would be slower by orders of magnitude, and round differently."""
-    monkeypatch.setattr(lives, "BRIDGE_MODULE", "tests.server.on_ray.brief_bridge")
-    config = ServerConfig(models=MODELS, state=tmp_path, ray="auto")
-    settings = WorkerSettings(base_model="m", folder="", database="", state="")
-
-    async def scenario() -> None:
-        on_ray = RayLives(config, {})
-        await on_ray.prepare()
-        assert on_ray._bridge is not None
-        while not on_ray._bridge.is_over:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-        with pytest.raises(CannotBeginError, match="cuda"):
-            await on_ray.begin(settings)
-
-    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import hmac
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 
 import msgspec
@@ -47,10 +48,15 @@ class Line:
         return caller.fileno()
 
     def _is_ours(self, caller: socket.socket) -> bool:
-        caller.settimeout(SECRET_SECONDS)
+        """In one breath, or not at all: nobody else is heard meanwhile."""
         secret, said = self.address.secret.encode(), b""
+        end = time.monotonic() + SECRET_SECONDS
         with suppress(OSError):
-            while len(said) < len(secret) and (more := caller.recv(len(secret) - len(said))):
+            while len(said) < len(secret) and (left := end - time.monotonic()) > 0:
+                caller.settimeout(left)
+                more = caller.recv(len(secret) - len(said))
+                if not more:
+                    break
                 said += more
         return hmac.compare_digest(said, secret)
 

@@ -26,6 +26,7 @@ BRIDGE_MODULE = "tinsmith.server.on_ray.bridge"
 STOP_SECONDS = 15.0
 CALL_SECONDS = 30.0
 LAST_WORDS_SECONDS = 5.0
+KILL_SECONDS = 30.0
 _MAX_LINE_BYTES = 2**26
 
 
@@ -128,12 +129,18 @@ class _Bridge:
         with contextlib.suppress(OSError, RuntimeError):  # it has just gone, and all lives end with it
             self._input.write(msgspec.json.encode(order) + b"\n")
 
+    def kill(self) -> None:
+        """Ray ends its actors with it."""
+        log.error("The process that speaks with the Ray cluster does nothing any more; it is killed.")
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            self._process.kill()
+
     async def close(self) -> None:
         self._input.close()
         try:
             await asyncio.wait_for(self._process.wait(), STOP_SECONDS)
         except TimeoutError:
-            self._process.kill()
+            self.kill()
             await self._process.wait()
         if self._listening is not None:
             await self._listening
@@ -229,6 +236,11 @@ class RayLife(Life):
     def kill(self) -> None:
         if self._ending is None:
             self._bridge.tell(Order(life=self._number, do="kill"))
+            asyncio.get_running_loop().call_later(KILL_SECONDS, self._make_sure)
+
+    def _make_sure(self) -> None:
+        if self._ending is None:
+            self._bridge.kill()
 
 
 def _unreachable(address: LineAddress, error: OSError) -> str:
