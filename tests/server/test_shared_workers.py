@@ -14,7 +14,7 @@ import pytest
 from tests.server.postgres import Postgres
 from tests.server.store.making import sample
 from tinsmith.errors import ConfigError
-from tinsmith.server import shared_workers
+from tinsmith.server import led_workers, shared_workers
 from tinsmith.server.bulletin import ModelNews
 from tinsmith.server.led_workers import NO_LEADER
 from tinsmith.server.shared_workers import SharedWorkers
@@ -135,6 +135,30 @@ def test_a_server_that_cannot_lead_later_says_why_and_tries_again(url: str) -> N
 
     def reason(workers: SharedWorkers) -> str | None:
         return workers.held_up(BASE, "s:train:0", "train")
+
+    run(scenario)
+
+
+def test_a_server_that_stands_by_takes_the_place_of_one_that_does_nothing(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process is stopped, say: the database does not notice, as its connections are there."""
+    monkeypatch.setattr(led_workers, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(shared_workers, "SILENT_SECONDS", 0.6)
+    go_on = asyncio.Event()
+
+    async def scenario() -> None:
+        async with server(url, "one", lambda: Crew(has_room=True)) as first:
+            await first.ready()
+            async with server(url, "two", lambda: Crew(has_room=True)) as second:
+                await second.ready()
+                assert first.leads
+                with monkeypatch.context() as stopped:
+                    stopped.setattr(first, "_check_lead", go_on.wait)
+                    await until(lambda: second.leads)
+                go_on.set()
+                await until(lambda: not first.leads)
+                assert second.leads
 
     run(scenario)
 

@@ -16,6 +16,9 @@ LIMITS = ("open_requests", "incoming_bytes", "queued", "records", "models", "che
 _IN_WORDS = (401, 403, 404)
 """Statuses whose texts begin with words of ours."""
 
+_CANNOT_WORK = 503
+"""The status whose texts are all of ours: they tell of the server, and not of the request."""
+
 _WORDS = re.compile(r"(?:(?!tinker:)[\w ,-])*")
 _FIELD = re.compile(r"\w+")
 
@@ -27,6 +30,8 @@ def reason(error: APIStatusError | InvalidInputError) -> str:
     if isinstance(error, InvalidInputError):
         field = _FIELD.match(error.field or "")
         return f"{kind}: {field[0]}" if field else kind
+    if error.status_code == _CANNOT_WORK:
+        return error.message
     words = _words(error.message) if error.status_code in _IN_WORDS else ""
     return words or kind
 

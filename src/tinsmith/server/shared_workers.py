@@ -40,6 +40,8 @@ OTHER_STORAGE_SECONDS = 10.0
 SAY_AGAIN_SECONDS = 60.0
 CANNOT_LEAD_SECONDS = 30.0
 """Before a server tries again that could not start the workers; meanwhile others may."""
+SILENT_SECONDS = 60.0
+"""After so long without a sign of life, who leads or works for a leader is taken to be gone."""
 RECOUNT_SECONDS = 30.0
 """Between two looks at which samples are still to be drawn."""
 
@@ -123,11 +125,22 @@ class SharedWorkers:
                 await self._lead(name)
                 return
         self._led.read(await asyncio.to_thread(self._store.bulletin.newest))
+        if not self._led.hears:
+            await self._end_silent()
         if self._finds_files_of(leader) and self._led.hears:
             self._settle()
         await self._recount()
         if self._led.samples:
             self._relay.samples(self._led.samples)
+
+    async def _end_silent(self) -> None:
+        if number := await asyncio.to_thread(self._store.lead.end_silent, SILENT_SECONDS):
+            log.warning(
+                "Of the server that leads and its workers, %d did nothing for %.0f s and lost their locks; another "
+                "server can lead.",
+                number,
+                SILENT_SECONDS,
+            )
 
     async def _recount(self) -> None:
         """What was done is told once, and may not be heard: it would count as work of a replica for ever."""
@@ -207,6 +220,7 @@ class SharedWorkers:
             if time.monotonic() - said_at > SAY_AGAIN_SECONDS:
                 log.info("A worker of the server that led before is still busy; waiting for its end.")
                 said_at = time.monotonic()
+            await self._end_silent()
             await self._check_lead()
             await asyncio.sleep(LOOK_SECONDS / 10)
 

@@ -47,6 +47,14 @@ def test_who_is_turned_away_has_a_line_that_says_why(server: RunningServer) -> N
     assert WORD not in str(wrong)
 
 
+def test_a_server_that_is_not_ready_has_a_line_that_says_why(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.workers, "ready", False)
+    (loading,) = lines_of(server, lambda: server.call("GET", "/readyz", key=None))
+    assert loading["reason"].startswith("The base model 'tiny/model-1' is still being loaded.")
+
+
 def test_an_operation_that_is_refused_is_a_warning_that_names_the_field_alone(server: RunningServer) -> None:
     run = server.model()
     body = {"model_id": run, "seq_id": 1, "path": f"../{WORD}"}

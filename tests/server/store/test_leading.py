@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -67,6 +68,18 @@ def test_a_lead_that_another_took_meanwhile_is_lost(stores: list[Store], url: st
     assert second.take("second")
     assert not first.is_ours()
     assert second.is_ours()
+
+
+def test_a_leader_that_does_nothing_loses_the_lead_and_one_that_does_keeps_it(stores: list[Store]) -> None:
+    """A process that is stopped as a whole holds its lock for as long as that lasts."""
+    first, second, _ = (store.lead for store in stores)
+    assert first.take("first")
+    assert second.end_silent(60) == 0
+    assert not second.take("second")
+    assert second.end_silent(0) == 1
+    while not second.take("second"):
+        pass
+    assert not first.is_ours()
 
 
 def test_who_stood_by_is_told_of_an_outage_before_it_can_lead(stores: list[Store], url: str) -> None:
@@ -165,6 +178,23 @@ def test_whoever_leads_knows_when_the_last_worker_of_another_is_gone(stores: lis
     late.lead.work_for("old")
     with pytest.raises(ReplacedError):
         late.lead.hold_as_worker()
+
+
+def test_a_worker_whose_process_is_stopped_is_not_waited_for(stores: list[Store], url: str) -> None:
+    old, new, _ = stores
+    assert old.lead.take("old")
+    command = [sys.executable, "-c", _WORKER, url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "holds\n"
+        worker.send_signal(signal.SIGSTOP)
+        old.lead.give_up()
+        assert new.lead.end_silent(60) == 0
+        assert not new.lead.workers_are_gone()
+        assert new.lead.end_silent(0) == 1
+        while not new.lead.workers_are_gone():
+            pass
+        worker.kill()
 
 
 def test_only_what_the_leader_posts_is_read(stores: list[Store]) -> None:

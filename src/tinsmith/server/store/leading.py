@@ -27,6 +27,13 @@ _TAKE_LEAD = sa.select(sa.func.pg_try_advisory_lock(_LEAD))
 _JOIN_WORKERS = sa.select(sa.func.pg_try_advisory_lock_shared(_WORKERS))
 _LET_GO = sa.select(sa.func.pg_advisory_unlock_all())
 _TAKE_WORKERS = sa.select(sa.func.pg_try_advisory_xact_lock(_WORKERS))
+_END_SILENT = sa.text("""
+    SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity JOIN pg_locks USING (pid)
+    WHERE datname = current_database() AND usename = current_user
+    AND locktype = 'advisory' AND granted AND objsubid = 1
+    AND (classid::bigint << 32) + objid::bigint IN (:lead, :workers)
+    AND state_change < clock_timestamp() - make_interval(secs => :seconds)
+""").bindparams(lead=_LEAD, workers=_WORKERS)
 _READ_NAME = sa.select(sa.func.pg_advisory_xact_lock_shared(_NAME))
 _WRITE_NAME = sa.select(sa.func.pg_advisory_xact_lock(_NAME))
 
@@ -101,6 +108,15 @@ class Lead:
     def workers_are_gone(self) -> bool:
         """Those of all who led before."""
         return self._database.write(lambda connection: bool(connection.scalar(_TAKE_WORKERS)), durable=False)
+
+    def end_silent(self, seconds: float) -> int:
+        """Ends the connections of a leader and of workers that let theirs rest for so long, and says how many.
+
+        They use them every second; who does not is stopped as a whole, and would keep its lock for as long as that
+        lasts. What it does when it goes on counts for nothing.
+        """
+        query = _END_SILENT.bindparams(seconds=seconds)
+        return int(self._database.read(lambda connection: connection.scalar(query)) or 0)
 
     # For whoever works in the name of one
 
