@@ -56,6 +56,11 @@ class RayNode:
             time.sleep(0.1)
 
     @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
 

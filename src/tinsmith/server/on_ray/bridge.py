@@ -38,6 +38,7 @@ from tinsmith.server.suspects import UNSEEN
 log = logging.getLogger("tinsmith.server.on_ray.bridge")  # which has another name when it is started
 
 TELL_SECONDS = 5.0
+WATCH_SECONDS = 10.0
 _INPUT = 0
 _MAX_LINE_BYTES = 2**24
 _COLOURS = re.compile(r"\x1b\[\d*m")
@@ -96,12 +97,14 @@ class Bridge:
         reader = asyncio.StreamReader(limit=_MAX_LINE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, os.fdopen(_INPUT, "rb", buffering=0))
+        watching = asyncio.create_task(_watch(cluster))
         async for line in reader:
             order = msgspec.json.decode(line, type=Order)
             if order.do == "begin":
                 self._begin(order, cluster)
             elif (life := self._lives.get(order.life)) is not None:
                 life.kill()
+        watching.cancel()
 
     def _begin(self, order: Order, cluster: Cluster) -> None:
         """One that Ray does not take concerns nobody else: the name of its last life may still be known there.
@@ -134,6 +137,18 @@ class Bridge:
         for life in lives:
             if life.settings.role == "train":
                 life.actor.send_to.remote(next(self._introductions), replicas)
+
+
+async def _watch(cluster: Cluster) -> None:
+    """Ray says nothing of actors that waited for room when another cluster came to the same address, and would wait on.
+
+    If another one is asked for its nodes, Ray ends this process itself.
+    """
+    with contextlib.suppress(RayError):
+        while await asyncio.to_thread(cluster.has_this_node):  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(WATCH_SECONDS)
+    log.error("The Ray cluster has lost the node of this server; it is joined anew.")
+    os._exit(1)
 
 
 class _ActorLife:

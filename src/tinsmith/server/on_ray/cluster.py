@@ -46,10 +46,11 @@ class Cluster:
         _connect(settings.address, namespace)
         self._nodes = {node["NodeID"]: Node(node["Resources"]) for node in ray.nodes() if node["Alive"]}
         check_state(settings.kept_here, self._nodes.values())
+        self._here = ray.get_runtime_context().get_node_id()
         self.uses_gpus = uses_gpus(settings.device, self._nodes.values())
         where = only_kind(self._nodes.values()) if self.uses_gpus else {}
         if settings.kept_here:
-            where |= only_here(self._nodes[ray.get_runtime_context().get_node_id()])
+            where |= only_here(self._nodes[self._here])
         self._bundles = {
             (seat.base_model, seat.place): {**bundle(seat, self.uses_gpus), **where} for seat in settings.seats
         }
@@ -57,6 +58,9 @@ class Cluster:
         check_room([each for seat in self._bundles for each in self._bundles_of(seat)], list(self._nodes.values()))
         self._groups = self._placed()
         self._later: dict[tuple[str, str], PlacementGroup] = {}
+
+    def has_this_node(self) -> bool:
+        return any(node["NodeID"] == self._here and node["Alive"] for node in ray.nodes())
 
     def member_options(self, base_model: str, place: str) -> list[dict[str, Any]]:
         """Where those go that share the training of this worker, by their ranks."""
