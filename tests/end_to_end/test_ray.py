@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import tinsmith
 from tests.compat.runner import Runner
 from tests.end_to_end.comparing import differences
 from tests.end_to_end.scripts import submitted
-from tests.end_to_end.serving import KEY, ServerProcess, failed_start, wait_until
+from tests.end_to_end.serving import COMMAND, KEY, ServerProcess, failed_start, wait_until
 from tests.support.ray_head import RayHead
 
 pytestmark = pytest.mark.one_machine("it has a cluster of its own, and compares with a server of one machine")
@@ -217,6 +218,22 @@ def test_more_than_the_cluster_has_is_refused(tmp_path: Path, models: Mapping[st
     said = refusal(tmp_path, models[MODEL], f"--ray={cluster.address}", "--sample-workers=20")
     assert "The 21 workers need 21 CPUs, and the Ray cluster has 8." in said
     assert "--sample-workers" in said
+
+
+def test_a_server_that_waits_for_others_to_make_room_says_so_and_can_be_stopped(
+    tmp_path: Path, models: Mapping[str, Path], cluster: RayHead, on_ray: ServerProcess
+) -> None:
+    options = (f"--model={MODEL}={models[MODEL]}", f"--state={tmp_path}", "--port=0", f"--ray={cluster.address}")
+    command = [COMMAND, "serve", *options, "--sample-workers=5"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        said = next(line for line in process.stderr if "room" in line)
+        assert "tiny/model-1 waits for room on the Ray cluster: its workers need 6 CPU." in said
+        process.terminate()
+        assert process.stderr.read().endswith("tinsmith.server.main INFO Stopped.\n")
+        assert process.stdout.read() == ""
+    assert process.returncode == 0
 
 
 def test_the_cluster_of_this_machine_is_found(

@@ -157,7 +157,7 @@ async def _run(
     loading = asyncio.create_task(workers.ready())
     try:
         await asyncio.wait({serving, loading}, return_when=asyncio.FIRST_COMPLETED)
-        if loading.done():
+        if loading.done() and not loading.cancelled():  # as it is if the server is stopped meanwhile
             loading.result()
             address = f"http://{host}:{listener.getsockname()[1]}"
             log.info("Ready at %s.", address)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections import defaultdict
 from typing import Any
@@ -33,8 +34,11 @@ from tinsmith.server.on_ray.refusals import (
     uses_gpus,
 )
 
+log = logging.getLogger(__name__)
+
 FIRST_REPLICA = "sample-0"
 CONNECT_SECONDS = 10.0
+TELL_SECONDS = 5.0
 PLACE_SECONDS = 60.0
 """For others to make room, such as the workers of a server that was stopped just before this one."""
 
@@ -103,6 +107,8 @@ class Cluster:
                 firsts.append(len(bundles))
                 bundles += self._bundles_of((base_model, place))
             group = placement_group(bundles, strategy="PACK")
+            if not group.wait(TELL_SECONDS):
+                log.warning("%s waits for room on the Ray cluster: its workers need %s.", base_model, said(bundles))
             if not group.wait(PLACE_SECONDS):
                 raise RefusedError(
                     f"The Ray cluster has no room for the workers of {base_model!r}, which need {said(bundles)}; "

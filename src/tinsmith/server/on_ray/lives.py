@@ -109,8 +109,10 @@ class _Bridge:
             bridge._input.write(msgspec.json.encode(settings) + b"\n")
             first = await bridge._output.readline()
             report = msgspec.json.decode(first, type=Report) if first else Report(refused=_gone(await process.wait()))
-        except BaseException:
-            await bridge.close()
+        except BaseException:  # it may be waiting for room, and nothing of it is at work
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
             raise
         if not report.is_ready:
             await bridge.close()
