@@ -91,7 +91,11 @@ def test_a_worker_that_computes_on_the_cpu_gives_way_to_requests(tmp_path: Path,
     run(scenario)
 
 
-def test_a_worker_is_woken_heard_and_replaced_when_it_dies(tmp_path: Path, tiny_folder: Path) -> None:
+def test_a_worker_is_woken_heard_and_replaced_when_it_dies(
+    tmp_path: Path, tiny_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
     async def scenario() -> None:
         store = Store(f"sqlite:///{tmp_path / 'tinsmith.db'}")
         async with processes(tmp_path, tiny_folder) as workers:
@@ -109,14 +113,17 @@ def test_a_worker_is_woken_heard_and_replaced_when_it_dies(tmp_path: Path, tiny_
                 assert await done.get() == request_id
                 (worker,) = children()
                 os.kill(worker, signal.SIGKILL)
-                while workers.is_ready(BASE):  # noqa: ASYNC110 - nothing tells when a process is gone
+                while (why := workers.held_up(BASE)) is None:  # noqa: ASYNC110 - nothing tells when a process is gone
                     await asyncio.sleep(0.01)
+                assert why == "its worker is gone, and is being started again"
             await workers.ready()
+            assert workers.held_up(BASE) is None
             assert children() != [worker]
             workers.wake("no such model")
         store.close()
 
     run(scenario)
+    assert caplog.text.count(f"The worker of {BASE} is back.") == 2
 
 
 def test_a_worker_says_which_model_waits_for_room_on_the_disk_until_there_is_some(

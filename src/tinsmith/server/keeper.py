@@ -100,6 +100,7 @@ class Keeper:
         self._held_up: tuple[str, float] | None = None
         self._silent_seconds = 0
         self._no_room: dict[str, str] = {}
+        self._was_ever_ready = False
         self._cannot_begin: str | None = None
         self._cannot_load: str | None = None
 
@@ -117,6 +118,8 @@ class Keeper:
             return self._held_up[0]
         if self._cannot_load is not None:
             return f"its worker could not be started again: {self._cannot_load}; it is tried again and again"
+        if self._was_ever_ready and not self.is_ready:
+            return "its worker is gone, and is being started again"
         return None
 
     @property
@@ -139,18 +142,18 @@ class Keeper:
     # Its lives
 
     async def _keep(self) -> None:
-        failed_starts, pause, was_ever_ready = 0, FIRST_PAUSE_SECONDS, False
+        failed_starts, pause = 0, FIRST_PAUSE_SECONDS
         while True:
             status, was_ready = await self._live()
             if self._stopping:
                 return
-            was_ever_ready = was_ever_ready or was_ready
+            self._was_ever_ready = self._was_ever_ready or was_ready
             if self._cannot_begin is None:  # else there was no place for it, which says nothing about the model
                 failed_starts += 1
             is_hopeless = self._last_words.is_final or failed_starts == MAX_FAILED_STARTS
-            if is_hopeless and not was_ever_ready:
+            if is_hopeless and not self._was_ever_ready:
                 break
-            if was_ever_ready and not was_ready:
+            if self._was_ever_ready and not was_ready:
                 self._cannot_load = self._why(status).rstrip(".")
             if self._was_useful:
                 pause = FIRST_PAUSE_SECONDS
@@ -243,6 +246,8 @@ class Keeper:
             self.members[message.member.rank] = message.member
         elif message.ready:
             self.is_ready, self._cannot_load = True, None
+            if self._was_ever_ready:
+                log.info("The worker of %s is back.", self._who, extra=self._whose)
             await self._changed(is_ready=True)
             self.settled.set()
         elif message.failed:
