@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ def never_two_crews(servers: Sequence[ServerProcess]) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(0.005):
             for crew, server in zip(crews, servers, strict=True):
-                with suppress(FileNotFoundError, ProcessLookupError):  # it is not up
+                with suppress(OSError, HTTPException):  # it is not up, or was killed while it was asked
                     crew.update(server.workers())
             alive = [[pid for pid in crew if is_running(pid)] for crew in crews]
             if all(alive):
