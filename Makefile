@@ -17,7 +17,7 @@ demo: .venv/local
 	$(BIN)/python examples/demo.py
 
 test: check
-	$(BIN)/python -m pytest --numprocesses 2 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses 3 --max-worker-restart 0 --dist loadfile --no-loadscope-reorder
 
 test-ray: .venv/ready
 	$(BIN)/python -m pytest --servers=ray --trainers=$(TRAINERS) tests/end_to_end
