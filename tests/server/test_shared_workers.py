@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
@@ -84,10 +85,12 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @asynccontextmanager
-async def server(url: str, name: str, begin: Callable[[], Crew]) -> AsyncIterator[SharedWorkers]:
+async def server(
+    url: str, name: str, begin: Callable[[], Crew], prepare: Callable[[], None] = lambda: None
+) -> AsyncIterator[SharedWorkers]:
     store = Store(url)
     made = SharedWorkers(
-        store, "s3://files", [BASE], lambda: name, lambda: None, lambda lead: cast(WorkerProcesses, begin())
+        store, "s3://files", [BASE], lambda: name, prepare, lambda lead: cast(WorkerProcesses, begin())
     )
     await made.start()
     try:
@@ -144,7 +147,7 @@ def test_a_server_that_stands_by_takes_the_place_of_one_that_does_nothing(
 ) -> None:
     """Its process is stopped, say: the database does not notice, as its connections are there."""
     monkeypatch.setattr(led_workers, "SILENT_SECONDS", 0.3)
-    monkeypatch.setattr(shared_workers, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(shared_workers, "SILENT_SECONDS", 2.0)
     go_on = asyncio.Event()
 
     async def scenario() -> None:
@@ -159,6 +162,27 @@ def test_a_server_that_stands_by_takes_the_place_of_one_that_does_nothing(
                 go_on.set()
                 await until(lambda: not first.leads)
                 assert second.leads
+
+    run(scenario)
+
+
+def test_a_leader_that_prepares_its_files_for_long_keeps_the_lead(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(led_workers, "SILENT_SECONDS", 0.3)
+    monkeypatch.setattr(shared_workers, "SILENT_SECONDS", 2.0)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def prepare() -> None:
+        begun.set()
+        go_on.wait(30)
+
+    async def scenario() -> None:
+        async with server(url, "one", lambda: Crew(has_room=True), prepare) as first:
+            await asyncio.to_thread(begun.wait)
+            async with server(url, "two", lambda: Crew(has_room=True)) as second:
+                await asyncio.sleep(4)
+                assert not second.leads
+                go_on.set()
+                await until(lambda: first.leads)
 
     run(scenario)
 

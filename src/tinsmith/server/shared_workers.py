@@ -13,7 +13,8 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 
 from tinsmith.errors import ConfigError
 from tinsmith.server.bulletin import news_of
@@ -210,7 +211,7 @@ class SharedWorkers:
         finally:
             self._crew = None
             if crew is not None:
-                await crew.stop()
+                await self._holding_on(crew.stop())
             await asyncio.to_thread(self._store.lead.give_up)
 
     async def _wait_for_workers(self) -> None:
@@ -228,7 +229,7 @@ class SharedWorkers:
         outage = Outage(log)
         while True:
             try:
-                await asyncio.to_thread(self._prepare)
+                await self._holding_on(asyncio.to_thread(self._prepare))
             except WaitError as error:
                 outage.met("No worker is started yet", error)
             else:
@@ -236,6 +237,17 @@ class SharedWorkers:
                 return
             await self._check_lead()
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _holding_on(self, work: Coroutine[None, None, None]) -> None:
+        """Others do not take a leader to be gone that does something long."""
+        doing = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait({doing}, timeout=LOOK_SECONDS))[0]:
+                with suppress(StoreUnavailableError):
+                    await asyncio.to_thread(self._store.lead.is_ours)
+        finally:
+            doing.cancel()
+        doing.result()
 
     async def _keep(self, name: str, crew: WorkerProcesses) -> None:
         """Until another server leads."""
