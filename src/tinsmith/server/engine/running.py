@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from tinsmith.server.engine import sampler
@@ -151,8 +150,8 @@ class Batch:
     def draw(self, logits: Tensor) -> DrawnRows:
         """The next token of every row, from float32 logits."""
         positions = [len(row.tokens) for row in self.rows]
-        numbers = torch.from_numpy(sampler.uniforms(self._seeds, self._streams, positions)).to(logits.device)
-        tokens, logprobs = sampler.draw(logits, self._settings, numbers)
+        keys = sampler.keys(self._seeds, self._streams, positions)
+        tokens, logprobs = sampler.draw(logits, self._settings, keys)
         return DrawnRows(tokens.tolist(), logprobs.tolist(), self.topk(logits))
 
     def topk(self, logits: Tensor) -> list[TopkRow]:

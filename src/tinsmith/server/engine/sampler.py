@@ -1,12 +1,15 @@
 """From logits to tokens: the same token for the same seed, whatever else is in the batch.
 
-    uniforms      one random number for each (seed, sample, position), by hashing, without a state
+    keys          one random number for each (seed, sample, position), by hashing, without a state
     Settings      temperature, top-k and top-p of the rows of a batch
     draw          one token for each row, with its log-probability
     best          the most likely tokens of each row
 
-A token is drawn by walking along the cumulative distribution up to the row's random number. The order of the filters
-is temperature, top-k, top-p; tokens of equal logits are ordered by their id, so that every filter has one answer.
+A token is drawn by a race: each weighs in with its probability, divided by an exponentially distributed random number
+of its own, and the largest wins. In other company the logits of a row are rounded otherwise; then another token wins
+only if the race was almost a tie. To need few random numbers, the first race is between chunks of the vocabulary, and
+the second one within a chunk. The order of the filters is temperature, top-k, top-p; tokens of equal logits are ordered
+by their id, so that every filter has one answer.
 
 Log-probabilities are those of the model itself: temperature, top-k and top-p change what is drawn and not what is
 reported, which therefore equals what a forward pass computes for the same token.
@@ -27,18 +30,27 @@ from torch import Tensor
 
 from tinsmith.types import SamplingParams
 
-_ONE_STRIDE = 4096
-_CHUNK = 256
 _FIRST_CANDIDATES = 256
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def uniforms(seeds: npt.ArrayLike, streams: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1) that depend on nothing but the three arguments; 53 random bits each."""
+def keys(seeds: npt.ArrayLike, streams: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.uint64]:
+    """Random numbers that depend on nothing but the three arguments."""
     state = np.zeros((), np.uint64)
     for part in (seeds, streams, positions):
         state = _mixed(np.asarray(part, np.uint64) ^ state)
-    return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return state
+
+
+def chunk_size(vocab_size: int) -> int:
+    """Of the two races: a power of two near the square root, so that both are about as long."""
+    return 1 << (vocab_size.bit_length() + 1) // 2
+
+
+def exponentials(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:
+    """So many random numbers of each key, greater than 0, with a mean of 1."""
+    mixed = _mixed(keys[..., None] ^ np.arange(count, dtype=np.uint64))
+    return -np.log(((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
 
 
 def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -99,26 +111,26 @@ class Drawn(NamedTuple):
     logprobs: Tensor  # [N] float32
 
 
-def draw(logits: Tensor, settings: Settings, numbers: Tensor) -> Drawn:
-    """One token for each row of float32 logits [N, V], by the random numbers [N], float64."""
+def draw(logits: Tensor, settings: Settings, keys: npt.NDArray[np.uint64]) -> Drawn:
+    """One token for each row of float32 logits [N, V], by the keys [N]."""
     scaled = _Scaled(logits, settings.inverse_temperature)
     if settings.all_greedy:
         tokens = logits.argmax(-1)
     else:
-        tokens = walk(scaled.weights, numbers[:, None])[:, 0]
         if settings.filtered is not None:
             rows = settings.filtered
-            tokens[rows] = _draw_filtered(scaled.select(rows), settings.top_k, settings.top_p, numbers[rows])
+            scaled.weights[rows] = _filtered(scaled.select(rows), settings.top_k, settings.top_p)
+        tokens = race(scaled.weights, keys[:, None])[:, 0]
         if settings.greedy is not None:
             tokens = torch.where(settings.greedy, logits.argmax(-1), tokens)
     return Drawn(tokens, logits.gather(1, tokens[:, None])[:, 0] - scaled.log_sum)
 
 
-def draw_many(logits: Tensor, temperature: float, numbers: Tensor) -> Tensor:
-    """Several tokens for each row, with replacement and without filters: numbers [N, k] -> tokens [N, k]."""
+def draw_many(logits: Tensor, temperature: float, keys: npt.NDArray[np.uint64]) -> Tensor:
+    """Several tokens for each row, with replacement and without filters: keys [N, k] -> tokens [N, k]."""
     if temperature == 0:
-        return logits.argmax(-1, keepdim=True).expand(numbers.shape)
-    return walk((logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_(), numbers)
+        return logits.argmax(-1, keepdim=True).expand(keys.shape)
+    return race((logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_(), keys)
 
 
 class _Scaled:
@@ -143,40 +155,30 @@ class _Scaled:
         return part
 
 
-def walk(weights: Tensor, numbers: Tensor) -> Tensor:
-    """Where the cumulative sum of weights [N, V] passes the numbers [N, k]: int64 [N, k].
+def race(weights: Tensor, keys: npt.NDArray[np.uint64]) -> Tensor:
+    """A place for each of the keys [N, k], in proportion to the weights [N, V]: int64 [N, k].
 
-    In two strides, if the vocabulary is not short: over sums of chunks, then within one chunk. Sums are float64.
+    Rows that are not numbers lead to any place; their log-probability tells that they are broken.
     """
-    num_rows, size = weights.shape
-    if size <= _ONE_STRIDE:
-        ends = weights.double().cumsum(-1)
-        return _passed(ends, numbers * ends[:, -1:])
-    whole = size // _CHUNK * _CHUNK
-    sums = weights[:, :whole].unflatten(1, (-1, _CHUNK)).sum(-1)
+    size = weights.shape[1]
+    length = chunk_size(size)
+    whole = size // length * length
+    sums = weights[:, :whole].unflatten(1, (-1, length)).sum(-1)
     if whole < size:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
-    ends = sums.double().cumsum(-1)
-    goal = numbers * ends[:, -1:]
-    chunk = _passed(ends, goal)
-    goal = goal - torch.where(chunk > 0, ends.gather(1, (chunk - 1).clamp_(min=0)), 0.0)
-    inside = chunk[:, :, None] * _CHUNK + torch.arange(_CHUNK, device=weights.device)  # [N, k, chunk]
+    num_chunks = sums.shape[1]
+    noise = torch.from_numpy(exponentials(keys, num_chunks + length)).to(weights.device)
+    chunk = (sums[:, None] / noise[:, :, :num_chunks]).argmax(-1)  # [N, k]
+    inside = chunk[:, :, None] * length + torch.arange(length, device=weights.device)  # [N, k, length]
     part = weights.gather(1, inside.clamp(max=size - 1).flatten(1)).view(inside.shape).masked_fill_(inside >= size, 0.0)
-    step = _passed(part.double().cumsum(-1).flatten(0, 1), goal.reshape(-1, 1))
-    return (chunk * _CHUNK + step.view(num_rows, -1)).clamp_(max=size - 1)
+    return chunk * length + (part / noise[:, :, num_chunks:]).argmax(-1)
 
 
-def _passed(ends: Tensor, goal: Tensor) -> Tensor:
-    """The first place whose end lies beyond the goal; rounding must not lead past the last weight that is not zero.
+def _filtered(scaled: _Scaled, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The weights of tokens that are kept, and 0 for all others.
 
-    Rows that are not numbers lead to the last place; their log-probability tells that they are broken.
+    Few candidates are looked at first: sorting a vocabulary is slow.
     """
-    last = torch.nextafter(ends[:, -1:], torch.zeros_like(ends[:, -1:]))
-    return torch.searchsorted(ends, torch.minimum(goal, last), right=True).clamp_(max=ends.shape[1] - 1)
-
-
-def _draw_filtered(scaled: _Scaled, top_k: Tensor, top_p: Tensor, numbers: Tensor) -> Tensor:
-    """Draw among the most likely tokens. Few candidates are looked at first: sorting a vocabulary is slow."""
     vocab_size = scaled.logits.shape[1]
     has_top_k = top_k < vocab_size
     everything = scaled.weights.double().sum(-1)
@@ -195,8 +197,7 @@ def _draw_filtered(scaled: _Scaled, top_k: Tensor, top_p: Tensor, numbers: Tenso
         count = min(count * 8, vocab_size)
     kept = ends - weights < wanted[:, None]
     kept[:, 0] = True
-    place = walk(weights.masked_fill_(~kept, 0.0), numbers[:, None])
-    return ids.gather(1, place)[:, 0]
+    return torch.zeros_like(scaled.weights).scatter_(1, ids, weights.masked_fill_(~kept, 0.0).float())
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ SETTINGS = [
 
 
 def drawn(logits: Tensor, rows: list[SamplingParams], seeds: list[int]) -> tuple[Tensor, Tensor]:
-    """Tokens and log-probabilities; random numbers are those of stream 2, position 7."""
+    """Tokens and log-probabilities; keys are those of stream 2, position 7."""
     size = logits.shape[1]
     ints = torch.zeros(len(rows), 6, dtype=torch.int64)
     floats = torch.zeros(len(rows), 2, dtype=torch.float64)
@@ -47,8 +47,8 @@ def drawn(logits: Tensor, rows: list[SamplingParams], seeds: list[int]) -> tuple
     return out[:, 0].long().cpu(), out[:, 1].cpu()
 
 
-def by_definition(logits: Tensor, params: SamplingParams, number: float) -> int:
-    """In float64, token by token; ties are ordered by their id, and the walk goes by id."""
+def by_definition(logits: Tensor, params: SamplingParams, key: np.uint64) -> int:
+    """In float64, token by token; ties are ordered by their id."""
     if params.temperature == 0:
         return int(logits.argmax())
     weights = ((logits.double() - logits.max().double()) / params.temperature).exp().tolist()
@@ -62,24 +62,27 @@ def by_definition(logits: Tensor, params: SamplingParams, number: float) -> int:
             break
         kept.add(token)
         reached += weights[token]
-    goal = number * sum(weights[token] for token in kept)
-    for token in sorted(kept):
-        goal -= weights[token]
-        if goal < 0:
-            return token
-    return max(kept)
+    length = sampler.chunk_size(len(weights))
+    starts = range(0, len(weights), length)
+    noise = sampler.exponentials(np.array(key), len(starts) + length).tolist()
+    of_chunks, of_tokens = noise[: len(starts)], noise[len(starts) :]
+    members = [[token for token in range(start, start + length) if token in kept] for start in starts]
+    sums = [sum(weights[token] for token in chunk) for chunk in members]
+    winner = max(range(len(starts)), key=lambda chunk: sums[chunk] / of_chunks[chunk])
+    return max(members[winner], key=lambda token: weights[token] / of_tokens[token % length])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
 @pytest.mark.parametrize("size", [97, 5000])
-def test_every_setting_draws_what_it_says(size: int, rounded: bool) -> None:
+def test_every_setting_draws_what_it_says(size: int, rounded: bool, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(size + rounded)
-    logits = torch.from_numpy(rng.standard_normal((len(SETTINGS), size)) * 3).float()
+    logits = torch.from_numpy(rng.standard_normal((len(SETTINGS), size)) * 3).to(dtype)
     logits = logits.round() if rounded else logits
     seeds = [2**64 - 1 - index for index in range(len(SETTINGS))]
     tokens, logprobs = drawn(logits, SETTINGS, seeds)
-    numbers = sampler.uniforms(np.array(seeds, np.uint64), 2, 7)
-    expected = [by_definition(row, *how) for row, *how in zip(logits, SETTINGS, numbers.tolist(), strict=True)]
+    keys = sampler.keys(np.array(seeds, np.uint64), 2, 7)
+    expected = [by_definition(row, *how) for row, *how in zip(logits, SETTINGS, keys, strict=True)]
     assert tokens.tolist() == expected
     own = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs, own, atol=1e-5, rtol=0)

@@ -3,10 +3,11 @@
     DrawRows    what the kernels know of each row, and change: its last token, its place, its seed, its filters
     draw        the next token of every row, into `rows` itself and into `drawn`
 
-The random numbers are those of `sampler.uniforms`: a seed gives the same tokens in any batch. Two kernels share the
-work: the first reads every logit once and sums up each chunk of the vocabulary, the second walks over the chunks and
-then within one. Rows with a top-k or top-p are looked through before, by halving the range of logits until the one
-is found that the filter ends at; ties count by their id. Sums that decide are float64.
+Races and random numbers are those of `sampler.race`: a seed gives the same tokens in any batch. Two kernels share the
+work: the first reads every logit once, a tile at a time, and sums up the chunks of the vocabulary, the second holds the
+race of the chunks and then that within one. Rows with a top-k or top-p are looked through before, by quartering the
+range of logits until the one is found that the filter ends at; ties count by their id. Sums of more than a chunk are
+float64.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CHUNK = 4096
+from tinsmith.server.engine.sampler import chunk_size
+
+TILE = 4096
+_MISSING_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""Those that a logit lacks of a float32."""
 
 # Columns of the integers and floats of a row.
 TOKEN, POSITION, SEED, STREAM, NUM_DRAWN, TOP_K = range(6)
@@ -45,18 +50,26 @@ class DrawRows:
 def draw(logits: Tensor, rows: DrawRows, drawn: Tensor, *, filtered: bool) -> None:
     """Logits [N, V]; `drawn` [N, 2], float64, gets token and log-probability. `filtered`: if any row has a filter."""
     num_rows, size = logits.shape
-    num_chunks = triton.cdiv(size, CHUNK)
-    sums = torch.empty(num_rows, num_chunks, 4, dtype=torch.float64, device=logits.device)
+    length = chunk_size(size)
+    num_tiles = triton.cdiv(size, TILE)
+    num_chunks = triton.cdiv(size, length)
+    tiles = torch.empty(num_rows, num_tiles, 3, dtype=torch.float64, device=logits.device)
+    chunks = torch.empty(num_rows, num_tiles * (TILE // length), dtype=torch.float64, device=logits.device)
     ends = torch.empty(num_rows, 2, dtype=torch.float64, device=logits.device)
     strides = (logits.stride(0), rows.ints.stride(0), rows.floats.stride(0))
     if filtered:
-        _find_filters[(num_rows,)](logits, rows.ints, rows.floats, ends, size, *strides, CHUNK=CHUNK, num_warps=8)
-    _sum_chunks[(num_rows, num_chunks)](
-        logits, rows.floats, ends, sums, size, num_chunks, *strides, filtered, CHUNK=CHUNK, num_warps=8
-    )
-    _walk[(num_rows,)](
-        logits, rows.ints, rows.floats, ends, sums, drawn, size, num_chunks, *strides, filtered,
-        CHUNK=CHUNK, CHUNKS=triton.next_power_of_2(num_chunks), num_warps=8,
+        _find_filters[(num_rows,)](
+            logits, rows.ints, rows.floats, ends, size, *strides,
+            SHIFT=_MISSING_BITS[logits.dtype], TILE=TILE, num_warps=8,
+        )  # fmt: skip
+    _sum_up[(num_rows, num_tiles)](
+        logits, rows.floats, ends, tiles, chunks, size, num_tiles, *strides, filtered,
+        TILE=TILE, LENGTH=length, num_warps=8,
+    )  # fmt: skip
+    _race[(num_rows,)](
+        logits, rows.ints, rows.floats, ends, tiles, chunks, drawn, size, num_tiles, num_chunks, *strides, filtered,
+        TILE=TILE, LENGTH=length, TILES=triton.next_power_of_2(num_tiles), CHUNKS=triton.next_power_of_2(num_chunks),
+        num_warps=4,
     )  # fmt: skip
 
 
@@ -68,7 +81,7 @@ def _is_kept(values, ids, end_value, end_id):
 
 @triton.jit
 def _mixed(x):
-    """One step of SplitMix64, as in `sampler.uniforms`."""
+    """One step of SplitMix64, as in `sampler.keys`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -76,75 +89,88 @@ def _mixed(x):
 
 
 @triton.jit
-def _uniform(seed, stream, number):
+def _key(seed, stream, number):
     state = _mixed(seed.to(tl.uint64, bitcast=True))
     state = _mixed(stream.to(tl.uint64, bitcast=True) ^ state)
-    state = _mixed(number.to(tl.uint64, bitcast=True) ^ state)
-    return (state >> 11).to(tl.float64) * 1.1102230246251565e-16
+    return _mixed(number.to(tl.uint64, bitcast=True) ^ state)
 
 
 @triton.jit
-def _sum_chunks(
-    logits, floats, ends, sums, size, num_chunks, stride, ints_stride, floats_stride,
-    FILTERED: tl.constexpr, CHUNK: tl.constexpr,
+def _exponentials(key, numbers):
+    """As in `sampler.exponentials`."""
+    mixed = _mixed(numbers.to(tl.uint64) ^ key)
+    return -tl.log(((mixed >> 12).to(tl.float64) + 0.5) * 2.220446049250313e-16)
+
+
+@triton.jit
+def _sum_up(
+    logits, floats, ends, tiles, chunks, size, num_tiles, stride, ints_stride, floats_stride,
+    FILTERED: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr,
 ) -> Any:  # fmt: skip
-    """Of one chunk: its largest logit, its place, and the sums of exponentials as they are and as they are drawn."""
+    """Of one tile: its largest logit, its place, and the sum of its exponentials. Of each of its chunks: the sum of the
+    exponentials as they are drawn."""
     row = tl.program_id(0).to(tl.int64)
-    chunk = tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    tile = tl.program_id(1)
+    ids = tile * TILE + tl.arange(0, TILE)
     values = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
     peak, place = tl.max(values, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    # A chunk of nothing but minus infinity is possible; it weighs nothing.
+    # A tile of nothing but minus infinity is possible; it weighs nothing.
     shifted = values - tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp(shifted)
+    to = tiles + (row * num_tiles + tile) * 3
+    tl.store(to, peak.to(tl.float64))
+    tl.store(to + 1, (tile * TILE + place).to(tl.float64))
+    tl.store(to + 2, tl.sum(_of_chunks(weights, TILE, LENGTH), axis=0))
     inverse = tl.load(floats + row * floats_stride).to(tl.float32)
-    weights = tl.exp(shifted * inverse)
+    if inverse != 1:
+        weights = tl.where(values > float("-inf"), tl.exp(shifted * inverse), 0.0)
     if FILTERED:
         kept = _is_kept(values, ids, tl.load(ends + row * 2).to(tl.float32), tl.load(ends + row * 2 + 1).to(tl.int64))
         weights = tl.where(kept, weights, 0.0)
-    weights = tl.where(values > float("-inf"), weights, 0.0)
-    to = sums + (row * num_chunks + chunk) * 4
-    tl.store(to, peak.to(tl.float64))
-    tl.store(to + 1, (chunk * CHUNK + place).to(tl.float64))
-    tl.store(to + 2, tl.sum(tl.exp(shifted).to(tl.float64), axis=0))
-    tl.store(to + 3, tl.sum(weights.to(tl.float64), axis=0))
+    first_chunk = (row * num_tiles + tile) * (TILE // LENGTH)
+    tl.store(chunks + first_chunk + tl.arange(0, TILE // LENGTH), _of_chunks(weights, TILE, LENGTH))
 
 
 @triton.jit
-def _walk(
-    logits, ints, floats, ends, sums, drawn, size, num_chunks, stride, ints_stride, floats_stride,
-    FILTERED: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+def _of_chunks(weights, TILE: tl.constexpr, LENGTH: tl.constexpr):
+    return tl.sum(tl.reshape(weights, (TILE // LENGTH, LENGTH)), axis=1).to(tl.float64)
+
+
+@triton.jit
+def _race(
+    logits, ints, floats, ends, tiles, chunks, drawn, size, num_tiles, num_chunks, stride, ints_stride, floats_stride,
+    FILTERED: tl.constexpr, TILE: tl.constexpr, LENGTH: tl.constexpr, TILES: tl.constexpr, CHUNKS: tl.constexpr,
 ) -> Any:  # fmt: skip
     """The token of one row, its log-probability, and the row made ready for the next one."""
     row = tl.program_id(0).to(tl.int64)
     at = ints + row * ints_stride
     inverse = tl.load(floats + row * floats_stride)
-    chunks = tl.arange(0, CHUNKS)
-    exists = chunks < num_chunks
-    to = sums + (row * num_chunks + chunks) * 4
-    peaks = tl.load(to, mask=exists, other=float("-inf"))
-    peak, best_chunk = tl.max(peaks, axis=0, return_indices=True, return_indices_tie_break_left=True)
-    best = tl.load(sums + (row * num_chunks + best_chunk) * 4 + 1).to(tl.int64)
-    below = tl.where(exists, peaks - peak, float("-inf"))
-    log_sum = tl.log(tl.sum(tl.load(to + 2, mask=exists, other=0.0) * tl.exp(below), axis=0)) + peak
+    tile = tl.arange(0, TILES)
+    of_row = tiles + row * num_tiles * 3
+    peaks = tl.load(of_row + tile * 3, mask=tile < num_tiles, other=float("-inf"))
+    peak, best_tile = tl.max(peaks, axis=0, return_indices=True, return_indices_tie_break_left=True)
+    best = tl.load(of_row + best_tile * 3 + 1).to(tl.int64)
+    sums = tl.load(of_row + tile * 3 + 2, mask=tile < num_tiles, other=0.0)
+    log_sum = tl.log(tl.sum(sums * tl.exp(peaks - peak), axis=0)) + peak
 
-    weights = tl.load(to + 3, mask=exists, other=0.0) * tl.exp(below * tl.where(inverse > 0, inverse, 1.0))
-    reached = tl.cumsum(weights, axis=0)
-    goal = _uniform(tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)) * tl.sum(weights, axis=0)
-    last = tl.max(tl.where(weights > 0, chunks, 0), axis=0)
-    chunk = tl.minimum(tl.sum(((reached <= goal) & exists).to(tl.int32), axis=0), last)
-    goal = goal - tl.sum(tl.where(chunks == chunk - 1, reached, 0.0), axis=0)
+    key = _key(tl.load(at + 2), tl.load(at + 3), tl.load(at + 4))
+    chunk = tl.arange(0, CHUNKS)
+    exists = chunk < num_chunks
+    below = tl.load(of_row + chunk // (TILE // LENGTH) * 3, mask=exists, other=float("-inf")) - peak
+    weights = tl.load(chunks + row * num_tiles * (TILE // LENGTH) + chunk, mask=exists, other=0.0)
+    weights = weights * tl.exp(below * tl.where(inverse > 0, inverse, 1.0))
+    winner = tl.argmax(tl.where(exists, weights / _exponentials(key, chunk), -1.0), axis=0)
 
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = tl.arange(0, LENGTH)
+    ids = winner * LENGTH + inside
     values = tl.load(logits + row * stride + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
-    inner = tl.exp((values - peak.to(tl.float32)) * inverse.to(tl.float32)).to(tl.float64)
+    weights = tl.exp((values - peak.to(tl.float32)) * inverse.to(tl.float32))
     if FILTERED:
         kept = _is_kept(values, ids, tl.load(ends + row * 2).to(tl.float32), tl.load(ends + row * 2 + 1).to(tl.int64))
-        inner = tl.where(kept, inner, 0.0)
-    inner = tl.where(values > float("-inf"), inner, 0.0)
-    steps = tl.cumsum(inner, axis=0)
-    last = tl.max(tl.where(inner > 0, tl.arange(0, CHUNK), 0), axis=0)
-    place = tl.minimum(tl.sum((steps <= goal).to(tl.int32), axis=0), last)
-    token = tl.where(inverse > 0, (chunk * CHUNK + place).to(tl.int64), best)
+        weights = tl.where(kept, weights, 0.0)
+    weights = tl.where(values > float("-inf"), weights, 0.0).to(tl.float64)
+    place = tl.argmax(weights / _exponentials(key, num_chunks + inside), axis=0)
+    token = tl.where(inverse > 0, (winner * LENGTH + place).to(tl.int64), best)
     token = tl.minimum(tl.maximum(token, 0), size - 1)
 
     chosen = tl.load(logits + row * stride + token).to(tl.float64)
@@ -156,34 +182,72 @@ def _walk(
 
 
 @triton.jit
-def _rank(values):
-    """Integers in the order of the floats; minus zero counts as zero."""
+def _rank(values, SHIFT: tl.constexpr):
+    """Integers in the order of the floats; minus zero counts as zero. What a dtype does not have is shifted out."""
     bits = (values + 0.0).to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
-def _unrank(rank):
-    return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
+def _unrank(rank, SHIFT: tl.constexpr):
+    bits = tl.where(rank < 0, (rank << SHIFT | ((1 << SHIFT) - 1)) ^ 0x7FFFFFFF, rank << SHIFT)
+    return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _above(logits, size, peak, inverse, bound, CHUNK: tl.constexpr):
-    """How many tokens have a rank beyond the bound, and what they weigh together."""
-    count = tl.zeros([], tl.int64)
-    weight = tl.zeros([], tl.float64)
-    for first in range(0, size, CHUNK):
-        ids = first + tl.arange(0, CHUNK)
+def _reaching(logits, size, peak, inverse, bound1, bound2, bound3, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """How many tokens have a rank of at least each bound, and what they weigh together.
+
+    Each program thread adds up on its own, eight at a time in float32, until the end.
+    """
+    lanes, eight = tl.arange(0, TILE // 8), tl.arange(0, 8)
+    count1 = tl.zeros([TILE // 8], tl.int32)
+    count2 = tl.zeros([TILE // 8], tl.int32)
+    count3 = tl.zeros([TILE // 8], tl.int32)
+    weight1 = tl.zeros([TILE // 8], tl.float64)
+    weight2 = tl.zeros([TILE // 8], tl.float64)
+    weight3 = tl.zeros([TILE // 8], tl.float64)
+    for first in range(0, size, TILE):
+        ids = first + lanes[:, None] * 8 + eight[None, :]
         values = tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
-        is_above = (_rank(values) > bound) & (ids < size)
-        count += tl.sum(is_above.to(tl.int64), axis=0)
-        weights = tl.where(is_above, tl.exp((values - peak) * inverse), 0.0)
-        weight += tl.sum(weights.to(tl.float64), axis=0)
-    return count, weight
+        ranks = tl.where(ids < size, _rank(values, SHIFT), -2147483648)
+        weights = tl.exp((values - peak) * inverse)
+        count1 += tl.sum((ranks >= bound1).to(tl.int32), axis=1)
+        count2 += tl.sum((ranks >= bound2).to(tl.int32), axis=1)
+        count3 += tl.sum((ranks >= bound3).to(tl.int32), axis=1)
+        weight1 += tl.sum(tl.where(ranks >= bound1, weights, 0.0), axis=1).to(tl.float64)
+        weight2 += tl.sum(tl.where(ranks >= bound2, weights, 0.0), axis=1).to(tl.float64)
+        weight3 += tl.sum(tl.where(ranks >= bound3, weights, 0.0), axis=1).to(tl.float64)
+    return (
+        tl.sum(count1, axis=0), tl.sum(count2, axis=0), tl.sum(count3, axis=0),
+        tl.sum(weight1, axis=0), tl.sum(weight2, axis=0), tl.sum(weight3, axis=0),
+    )  # fmt: skip
 
 
 @triton.jit
-def _find_filters(logits, ints, floats, ends, size, stride, ints_stride, floats_stride, CHUNK: tl.constexpr) -> Any:
+def _last_rank(
+    logits, size, peak, inverse, low, high, num_wanted, weight_wanted, SHIFT: tl.constexpr, TILE: tl.constexpr
+):
+    """The highest rank that is reached by enough tokens, in number and in weight; `low` is, `high` is not."""
+    while high - low > 1:
+        step = tl.maximum((high - low) // 4, 1)
+        bound1, bound2, bound3 = low + step, low + 2 * step, low + 3 * step
+        count1, count2, count3, weight1, weight2, weight3 = _reaching(
+            logits, size, peak, inverse, bound1, bound2, bound3, SHIFT, TILE
+        )
+        is_enough1 = (count1 >= num_wanted) & (weight1 >= weight_wanted)
+        is_enough2 = (count2 >= num_wanted) & (weight2 >= weight_wanted) & (bound2 < high)
+        is_enough3 = (count3 >= num_wanted) & (weight3 >= weight_wanted) & (bound3 < high)
+        lacking = tl.where(is_enough2, tl.where(is_enough3, high, bound3), tl.where(is_enough1, bound2, bound1))
+        high = tl.minimum(high, lacking)
+        low = tl.where(is_enough3, bound3, tl.where(is_enough2, bound2, tl.where(is_enough1, bound1, low)))
+    return low
+
+
+@triton.jit
+def _find_filters(
+    logits, ints, floats, ends, size, stride, ints_stride, floats_stride, SHIFT: tl.constexpr, TILE: tl.constexpr
+) -> Any:  # fmt: skip
     """Where the top-k and top-p of one row end: the smallest logit kept, and the id before which its ties are kept."""
     row = tl.program_id(0).to(tl.int64)
     logits = logits + row * stride
@@ -193,56 +257,52 @@ def _find_filters(logits, ints, floats, ends, size, stride, ints_stride, floats_
     end_value = tl.full([], float("-inf"), tl.float32)
     end_id = size.to(tl.int64)
     if (inverse > 0) & ((top_k < size) | (top_p < 1)):
-        peak = tl.full([], float("-inf"), tl.float32)
-        for first in range(0, size, CHUNK):
-            ids = first + tl.arange(0, CHUNK)
-            values = tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32)
-            peak = tl.maximum(peak, tl.max(values, axis=0))
-        # The k-th largest: the highest bound with k tokens at it or above. Halving: `low` has them, `high` has not.
-        lowest = tl.full([], -2147483648, tl.int64)
-        low = lowest
-        high = _rank(peak).to(tl.int64) + 1
-        num_ties = size.to(tl.int64)
-        wanted = tl.zeros([], tl.float64)
+        inside = tl.arange(0, TILE)
+        peaks = tl.full([TILE], float("-inf"), tl.float32)
+        for first in range(0, size, TILE):
+            ids = first + inside
+            peaks = tl.maximum(peaks, tl.load(logits + ids, mask=ids < size, other=float("-inf")).to(tl.float32))
+        peak = tl.max(peaks, axis=0)
+        beyond = _rank(peak, SHIFT).to(tl.int64) + 1
+        floor = tl.full([], -2147483648 >> SHIFT, tl.int64)
+        num_kept = size.to(tl.int64)
         if top_k < size:
-            while high - low > 1:
-                middle = (low + high) // 2
-                count, weight = _above(logits, size, peak, inverse, middle - 1, CHUNK)
-                enough = count >= top_k
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
-            count, weight = _above(logits, size, peak, inverse, low, CHUNK)
-            num_ties = top_k - count
-            tie = tl.exp((_unrank(low.to(tl.int32)) - peak) * inverse).to(tl.float64)
-            wanted = top_p * (weight + num_ties.to(tl.float64) * tie)
-        else:
-            count, weight = _above(logits, size, peak, inverse, lowest, CHUNK)
-            wanted = top_p * weight
+            floor = _last_rank(logits, size, peak, inverse, floor, beyond, top_k, 0.0, SHIFT, TILE)
+            num_kept = top_k
+        # Of the ties at the floor, top-k keeps some; top-p wants its share of what that leaves.
+        _, num_above, _, weight, weight_above, _ = _reaching(
+            logits, size, peak, inverse, floor, floor + 1, floor + 1, SHIFT, TILE
+        )
+        last = floor
+        if top_k < size:
+            tie = tl.exp((_unrank(floor.to(tl.int32), SHIFT) - peak) * inverse).to(tl.float64)
+            weight = weight_above + (num_kept - num_above).to(tl.float64) * tie
         if top_p < 1:
-            # Likewise the highest bound with enough weight at it or above; never below that of top-k.
-            floor = low
-            high = _rank(peak).to(tl.int64) + 1
-            while high - low > 1:
-                middle = (low + high) // 2
-                count, weight = _above(logits, size, peak, inverse, middle - 1, CHUNK)
-                enough = weight >= wanted
-                low = tl.where(enough, middle, low)
-                high = tl.where(enough, high, middle)
-            count, weight = _above(logits, size, peak, inverse, low, CHUNK)
-            tie = tl.exp((_unrank(low.to(tl.int32)) - peak) * inverse).to(tl.float64)
-            needed = tl.ceil((wanted - weight) / tie).to(tl.int64)
-            needed = tl.maximum(needed, tl.where(count > 0, 0, 1))
-            num_ties = tl.where(low == floor, tl.minimum(needed, num_ties), needed)
-        end_value = _unrank(low.to(tl.int32))
-        # The id after the last tie that is kept.
-        end_id = tl.zeros([], tl.int64)
+            last = _last_rank(logits, size, peak, inverse, floor, beyond, 1, top_p * weight, SHIFT, TILE)
+        num_there, num_above, _, _, weight_above, _ = _reaching(
+            logits, size, peak, inverse, last, last + 1, last + 1, SHIFT, TILE
+        )
+        num_ties = tl.minimum(num_there, num_kept) - num_above
+        end_value = _unrank(last.to(tl.int32), SHIFT)
+        if top_p < 1:
+            tie = tl.exp((end_value - peak) * inverse).to(tl.float64)
+            needed = tl.ceil((top_p * weight - weight_above) / tie).to(tl.int64)
+            num_ties = tl.minimum(num_ties, tl.maximum(needed, tl.where(num_above > 0, 0, 1)))
+        # The id after the last tie that is kept: first the tile that it lies in.
         seen = tl.zeros([], tl.int64)
-        for first in range(0, size, CHUNK):
-            ids = first + tl.arange(0, CHUNK)
+        seen_before = tl.zeros([], tl.int64)
+        first_there = tl.zeros([], tl.int64)
+        for first in range(0, size, TILE):
+            ids = first + inside
             values = tl.load(logits + ids, mask=ids < size, other=float("nan")).to(tl.float32)
-            is_tie = values == end_value
-            order = seen + tl.cumsum(is_tie.to(tl.int64), axis=0)
-            end_id = tl.maximum(end_id, tl.max(tl.where(is_tie & (order <= num_ties), ids + 1, 0).to(tl.int64), axis=0))
-            seen += tl.sum(is_tie.to(tl.int64), axis=0)
+            is_before = seen < num_ties
+            seen_before = tl.where(is_before, seen, seen_before)
+            first_there = tl.where(is_before, first, first_there)
+            seen += tl.sum((values == end_value).to(tl.int64), axis=0)
+        ids = first_there + inside
+        values = tl.load(logits + ids, mask=ids < size, other=float("nan")).to(tl.float32)
+        is_tie = values == end_value
+        order = seen_before + tl.cumsum(is_tie.to(tl.int64), axis=0)
+        end_id = tl.max(tl.where(is_tie & (order <= num_ties), ids + 1, 0), axis=0)
     tl.store(ends + row * 2, end_value.to(tl.float64))
     tl.store(ends + row * 2 + 1, end_id.to(tl.float64))
