@@ -198,7 +198,7 @@ def _unrank(rank, SHIFT: tl.constexpr):
 def _reaching(logits, size, peak, inverse, bound1, bound2, bound3, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """How many tokens have a rank of at least each bound, and what they weigh together.
 
-    Each program thread adds up on its own, eight at a time in float32, until the end.
+    Each thread adds up its own until the end, eight at a time in float32. What is not asked for is not computed.
     """
     lanes, eight = tl.arange(0, TILE // 8), tl.arange(0, 8)
     count1 = tl.zeros([TILE // 8], tl.int32)
@@ -226,18 +226,18 @@ def _reaching(logits, size, peak, inverse, bound1, bound2, bound3, SHIFT: tl.con
 
 @triton.jit
 def _last_rank(
-    logits, size, peak, inverse, low, high, num_wanted, weight_wanted, SHIFT: tl.constexpr, TILE: tl.constexpr
-):
-    """The highest rank that is reached by enough tokens, in number and in weight; `low` is, `high` is not."""
+    logits, size, peak, inverse, low, high, wanted, BY_WEIGHT: tl.constexpr, SHIFT: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The highest rank that is reached by enough tokens, in weight or in number; `low` is, `high` is not."""
     while high - low > 1:
         step = tl.maximum((high - low) // 4, 1)
         bound1, bound2, bound3 = low + step, low + 2 * step, low + 3 * step
         count1, count2, count3, weight1, weight2, weight3 = _reaching(
             logits, size, peak, inverse, bound1, bound2, bound3, SHIFT, TILE
         )
-        is_enough1 = (count1 >= num_wanted) & (weight1 >= weight_wanted)
-        is_enough2 = (count2 >= num_wanted) & (weight2 >= weight_wanted) & (bound2 < high)
-        is_enough3 = (count3 >= num_wanted) & (weight3 >= weight_wanted) & (bound3 < high)
+        is_enough1 = weight1 >= wanted if BY_WEIGHT else count1 >= wanted
+        is_enough2 = (weight2 >= wanted if BY_WEIGHT else count2 >= wanted) & (bound2 < high)
+        is_enough3 = (weight3 >= wanted if BY_WEIGHT else count3 >= wanted) & (bound3 < high)
         lacking = tl.where(is_enough2, tl.where(is_enough3, high, bound3), tl.where(is_enough1, bound2, bound1))
         high = tl.minimum(high, lacking)
         low = tl.where(is_enough3, bound3, tl.where(is_enough2, bound2, tl.where(is_enough1, bound1, low)))
@@ -267,7 +267,7 @@ def _find_filters(
         floor = tl.full([], -2147483648 >> SHIFT, tl.int64)
         num_kept = size.to(tl.int64)
         if top_k < size:
-            floor = _last_rank(logits, size, peak, inverse, floor, beyond, top_k, 0.0, SHIFT, TILE)
+            floor = _last_rank(logits, size, peak, inverse, floor, beyond, top_k, False, SHIFT, TILE)
             num_kept = top_k
         # Of the ties at the floor, top-k keeps some; top-p wants its share of what that leaves.
         _, num_above, _, weight, weight_above, _ = _reaching(
@@ -278,7 +278,7 @@ def _find_filters(
             tie = tl.exp((_unrank(floor.to(tl.int32), SHIFT) - peak) * inverse).to(tl.float64)
             weight = weight_above + (num_kept - num_above).to(tl.float64) * tie
         if top_p < 1:
-            last = _last_rank(logits, size, peak, inverse, floor, beyond, 1, top_p * weight, SHIFT, TILE)
+            last = _last_rank(logits, size, peak, inverse, floor, beyond, top_p * weight, True, SHIFT, TILE)
         num_there, num_above, _, _, weight_above, _ = _reaching(
             logits, size, peak, inverse, last, last + 1, last + 1, SHIFT, TILE
         )
