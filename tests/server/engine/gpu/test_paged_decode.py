@@ -22,9 +22,13 @@ def plainly(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return torch.einsum("hl,lhd->hd", shares, values)
 
 
+@pytest.mark.parametrize("tile", [shape for _, shape in paged_decode.TILES], ids=str)
 @pytest.mark.parametrize("positions", [[0], [15], [16], [130], [5, 0, 70, 31, 32]], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["no-groups", "groups"])
-def test_a_new_token_sees_its_past_and_itself(positions: list[int], heads: tuple[int, int]) -> None:
+def test_a_new_token_sees_its_past_and_itself(
+    positions: list[int], heads: tuple[int, int], tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_decode, "TILES", ((0, tile),))
     (num_heads, num_kv_heads), size, num_rows = heads, 16, len(positions)
     num_blocks = max(positions) // BLOCK + 1
     tables = torch.randperm(num_rows * num_blocks + 3)[: num_rows * num_blocks].view(num_rows, -1)

@@ -22,10 +22,9 @@ from tinsmith.server.engine.kv_cache import KvPool
 # Programs that keep every multiprocessor of a large GPU busy with loads in flight.
 _ENOUGH_PROGRAMS = 528
 _MAX_SPLITS = 16
-# Tokens of a tile, and warps. Many programs hide each other's waiting; then short tiles waste less at the end of a
-# sequence.
-_TILE = 64, 4
-_SHORT_TILE = 16, 1
+# From so many programs on: tokens of a tile, and warps. Many programs hide each other's waiting; then short tiles waste
+# less at the end of a sequence.
+TILES = ((2048, (16, 1)), (1024, (32, 2)), (0, (64, 4)))
 # tl.dot wants 16 rows at least; there are as many queries as share one key, and the rest is idle.
 _MIN_DOT_ROWS = 16
 
@@ -58,7 +57,7 @@ def attend(
         parts = torch.empty(num_rows, num_heads, splits, size, dtype=torch.float32, device=q.device)
         weights = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=q.device)
     grid = (num_rows, num_kv_heads, splits)
-    tile, num_warps = _SHORT_TILE if num_rows * num_kv_heads >= 1024 else _TILE
+    tile, num_warps = next(shape for enough, shape in TILES if num_rows * num_kv_heads >= enough)
     strides = (q.stride(0), k.stride(0), v.stride(0), tables.stride(0), positions.stride(0))
     _attend_split[grid](
         q, k, v, keys, values, tables, positions, parts, weights, *strides,
