@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -296,3 +296,15 @@ def test_what_is_taken_is_a_copy() -> None:
     taken = weights.get(WeightsWanted("a", "ann")).result(0)
     assert isinstance(taken, Parcel)
     assert not np.shares_memory(taken.weights.flat, sent.weights.flat)
+
+
+def test_weights_that_come_just_after_their_first_sample_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, asked = received({})
+
+    def wait_while_they_come(answers: list[Future[Answer]], seconds: float) -> object:
+        weights.take(parcel("a"))
+        return wait(answers, seconds)
+
+    monkeypatch.setattr(weights_exchange, "wait", wait_while_they_come)
+    assert weights.get(WeightsWanted("a", "ann")).done()
+    assert asked == []

@@ -12,7 +12,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:  # who only passes parcels on does not load torch
 
 log = logging.getLogger(__name__)
 
+ON_THEIR_WAY_SECONDS = 0.01
+"""So long a replica waits before it asks: the first sample of new weights often overtakes them."""
 MAX_PUBLISHED = 64
 """How many copies the trainer keeps where replicas can read them."""
 MAX_UNUSED = 32
@@ -192,7 +194,7 @@ class ReceivedWeights:
             size -= self._unused.popitem(last=False)[1].weights.flat.nbytes
 
     def get(self, wanted: WeightsWanted) -> Future[Answer]:
-        """What was sent, or what is now asked for; a parcel is handed out once."""
+        """What was sent, or what is asked for; a parcel is handed out once. Waits for a moment before it asks."""
         answer: Future[Answer] = Future()
         with self._lock:
             sent = self._unused.get(wanted.name)
@@ -200,7 +202,8 @@ class ReceivedWeights:
                 answer.set_result(self._unused.pop(wanted.name))
                 return answer
             awaited = self._awaited[wanted.name] = _Awaited(wanted, answer)
-        self._ask(wanted).add_done_callback(partial(self._answered, awaited))
+        if not wait([answer], ON_THEIR_WAY_SECONDS).done:
+            self._ask(wanted).add_done_callback(partial(self._answered, awaited))
         return answer
 
     def _answered(self, awaited: _Awaited, asked: Future[Answer]) -> None:
