@@ -278,7 +278,10 @@ def _find_filters(
             tie = tl.exp((_unrank(floor.to(tl.int32), SHIFT) - peak) * inverse).to(tl.float64)
             weight = weight_above + (num_kept - num_above).to(tl.float64) * tie
         if top_p < 1:
-            last = _last_rank(logits, size, peak, inverse, floor, beyond, top_p * weight, True, SHIFT, TILE)
+            # All tokens below this together weigh less than top-p leaves out, since the first one weighs 1.
+            lightest = peak - tl.log((2.0 * size / (1 - top_p)).to(tl.float32)) / inverse
+            low = tl.maximum(floor, _rank(lightest, SHIFT).to(tl.int64))
+            last = _last_rank(logits, size, peak, inverse, low, beyond, top_p * weight, True, SHIFT, TILE)
         num_there, num_above, _, _, weight_above, _ = _reaching(
             logits, size, peak, inverse, last, last + 1, last + 1, SHIFT, TILE
         )
