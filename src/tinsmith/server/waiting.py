@@ -227,11 +227,18 @@ class Waiting:
         async with asyncio.timeout(_ANSWER_SECONDS):
             return await self._jobs.ask(request_id, lambda status: True)
 
-    async def until_done(self, request_id: str, owner: str, seconds: float) -> Status | None:
-        """The job once it has an outcome; `None` if that takes longer. What is not this owner's is not waited for."""
+    async def until_done(
+        self, request_id: str, owner: str, seconds: float, halts: Callable[[Status], bool] | None = None
+    ) -> Status | None:
+        """The job once it has an outcome, or `halts`, if that is given, says that there is other news of it.
+
+        `None` if that takes longer. What is not this owner's is not waited for.
+        """
 
         def is_over(status: Status | None) -> bool:
-            return status is None or status.owner != owner or status.outcome is not None
+            if status is None or status.owner != owner or status.outcome is not None:
+                return True
+            return halts is not None and halts(status)
 
         look = self._pending.get(request_id) != owner
         return await self._within(seconds, self._jobs.ask(request_id, is_over, look=look))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.end_to_end.serving import wait_until
 from tests.server.api.running import Answer, RunningServer
 from tinsmith.server.messages import Replay
 from tinsmith.server.routes import futures
@@ -70,6 +71,42 @@ def test_a_poll_tells_what_the_worker_waits_for_or_does_again(impatient: Running
     ]
     impatient.workers.replaying = None
     assert poll(impatient, jobs[0]).json()["queue_state"] == "active"
+
+
+FULL = "the server's disk is full; work goes on when there is room"
+
+
+def numbered_poll(server: RunningServer, request_id: str, number: int) -> Answer:
+    return poll(server, request_id, headers={"x-tinker-request-iteration": str(number)}, timeout=60)
+
+
+@pytest.fixture
+def patient(tmp_path: Path) -> Any:
+    with RunningServer(tmp_path, long_poll_seconds=300) as running:
+        yield running
+
+
+def test_a_poll_ends_when_work_comes_to_a_halt_and_the_next_one_waits(patient: RunningServer) -> None:
+    model_id = patient.model()
+    patient.workers.hold("optim_step")
+    request_id = step(patient, model_id, 1).json()["request_id"]
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(numbered_poll, patient, request_id, 3)
+        wait_until(lambda: len(patient.app.state.services.waiting) == 1, 30, "the poll does not wait")
+        patient.workers.trouble = FULL
+        assert waits.result().json()["queue_state_reason"] == FULL
+        waits = pool.submit(numbered_poll, patient, request_id, 4)
+        wait_until(lambda: len(patient.app.state.services.waiting) == 1, 30, "the poll does not wait")
+        patient.workers.release()
+        assert waits.result().status == 200
+
+
+def test_a_first_poll_tells_of_a_halt_that_began_before(patient: RunningServer) -> None:
+    model_id = patient.model()
+    patient.workers.hold("optim_step")
+    request_id = step(patient, model_id, 1).json()["request_id"]
+    patient.workers.trouble = FULL
+    assert numbered_poll(patient, request_id, 0).json()["queue_state_reason"] == FULL
 
 
 def test_a_database_out_of_reach_is_a_pause_for_those_who_wait_and_a_503_for_those_who_submit(

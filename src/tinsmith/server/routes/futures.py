@@ -32,15 +32,16 @@ from tinsmith.wire import json, proto
 
 _AWAY = "the server's database is out of reach; work goes on when it is back"
 _AWAY_SECONDS = 5.0
+_LANES: tuple[Lane, ...] = ("train", "sample")
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 
 
 async def retrieve_future(call: Call) -> Response:
-    """The result of an operation, waited for up to half a minute; 408 if it takes longer."""
+    """The result of an operation, waited for up to half a minute; 408 if it takes longer or comes to a halt."""
     request = await call.read(FutureRetrieveRequest)
     logs.about(request_id=request.request_id)
     waiting, seconds = call.services.waiting, call.services.config.long_poll_seconds
-    status = await waiting.until_done(request.request_id, call.owner, seconds)
+    status = await waiting.until_done(request.request_id, call.owner, seconds, _halts(call, request.request_id))
     try:
         if status is None and waiting.is_blind:
             raise TimeoutError
@@ -124,23 +125,46 @@ async def _missing(call: Call, status: Status) -> str:
     )
 
 
+def _halts(call: Call, request_id: str) -> Callable[[Status], bool]:
+    """Whether work on an operation comes to a halt during this poll: then its client hears of it now, and waits for
+    the rest in its next one. Whoever polls for the first time has not heard of a halt that began before, either.
+    """
+    is_first = call.request.headers.get("x-tinker-request-iteration") == "0"
+    lanes = [(base_model, lane) for base_model in call.services.models for lane in _LANES]
+    known = {of for of in lanes if not is_first and _reason(call, request_id, *of) is not None}
+
+    def halts(status: Status) -> bool:
+        if _why_paused(call, status) is None:
+            known.clear()
+            return False
+        return (status.base_model, _lane(status)) not in known
+
+    return halts
+
+
 def _why_paused(call: Call, status: Status) -> str | None:
     if status.base_model is None:
         return None
-    workers = call.services.workers
-    lane: Lane = "sample" if status.kind == "sample" else "train"
-    if not workers.is_ready(status.base_model, lane):
-        what = "being loaded" if status.base_model in call.services.models else "not served at the moment"
-        return workers.held_up(status.base_model, lane=lane) or f"{status.base_model} is {what}"
-    stream = status.request_id.rpartition(":")[0]
-    return workers.held_up(status.base_model, stream, lane) or _replay(workers.replay(status.base_model), status)
+    return _reason(call, status.request_id, status.base_model, _lane(status))
 
 
-def _replay(replay: Replay | None, status: Status) -> str | None:
+def _lane(status: Status) -> Lane:
+    return "sample" if status.kind == "sample" else "train"
+
+
+def _reason(call: Call, request_id: str, base_model: str, lane: Lane) -> str | None:
+    workers, stream = call.services.workers, request_id.rpartition(":")[0]
+    if not workers.is_ready(base_model, lane):
+        what = "being loaded" if base_model in call.services.models else "not served at the moment"
+        return workers.held_up(base_model, lane=lane) or f"{base_model} is {what}"
+    return workers.held_up(base_model, stream, lane) or _replay(workers.replay(base_model), stream)
+
+
+def _replay(replay: Replay | None, stream: str) -> str | None:
     """A worker does one thing at a time, so others wait too; whose model it is does not concern them."""
     if replay is None:
         return None
-    whose = "" if status.request_id.rpartition(":")[0] == replay.model_id else " another model"
+    whose = "" if stream == replay.model_id else " another model"
     return f"rebuilding{whose} after a restart: {replay.replayed} of {replay.total} operations replayed"
 
 
