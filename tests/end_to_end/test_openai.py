@@ -287,14 +287,15 @@ def running(server: ServerProcess) -> int:
 
 
 def test_a_stream_that_is_closed_frees_its_place_at_once(chat: Ask, server: ServerProcess) -> None:
-    with chat(max_tokens=LONG, stop="never to be seen", stream=True) as stream:
+    # Greedy, because it never ends then; what is drawn with a seed may be over in a moment.
+    with chat(max_tokens=LONG, temperature=0, stream=True) as stream:
         next(iter(stream))
         assert running(server) == 1
     wait_until(lambda: running(server) == 0, SECONDS, "the sample goes on")
 
 
 def test_who_leaves_without_having_read_a_word_is_not_sampled_for(server: ServerProcess) -> None:
-    # Greedy, because it never ends then; one that is drawn without a seed may be over in a moment.
+    # Greedy for the same reason.
     body = f'{{"model": "{TALKING}", "prompt": "x", "max_tokens": {LONG}, "temperature": 0}}'.encode()
     credential = f"authorization: Bearer {KEY}"
     head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n{credential}\r\ncontent-length: {len(body)}\r\n"
@@ -306,9 +307,10 @@ def test_who_leaves_without_having_read_a_word_is_not_sampled_for(server: Server
 
 
 def test_a_stream_goes_on_where_it_was_when_its_worker_dies(chat: Ask, server: ServerProcess) -> None:
-    asked = partial(chat, max_tokens=400, stop="never to be seen")
-    expected = asked().choices[0].message.content
-    told = ""
+    asked = partial(chat, max_tokens=400, stop="never to be seen", seed=11)
+    whole = asked()
+    assert whole.usage.completion_tokens == 400, "with this seed the answer is over before its worker dies"
+    expected, told = whole.choices[0].message.content, ""
     with asked(stream=True) as stream:
         for number, chunk in enumerate(stream):
             told += chunk.choices[0].delta.content or ""
