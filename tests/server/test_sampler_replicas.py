@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.server.workbench import Workbench
-from tinsmith.server import weights_exchange
+from tinsmith.server import weights_exchange, weights_sources
 from tinsmith.server.engine.adapter_files import PackedAdapter, pack
 from tinsmith.server.engine.adapters import FrozenAdapter
 from tinsmith.server.messages import Role
@@ -306,5 +307,27 @@ def test_weights_that_come_just_after_their_first_sample_are_not_asked_for(monke
         return wait(answers, seconds)
 
     monkeypatch.setattr(weights_exchange, "wait", wait_while_they_come)
-    assert weights.get(WeightsWanted("a", "ann")).done()
+    assert weights.get(WeightsWanted("a", "ann"), 60.0).done()
     assert asked == []
+
+
+def test_only_new_samplers_wait_for_weights_that_nobody_has_asked_for(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others would wait in vain, and everybody with them."""
+    patience: dict[str, float] = {}
+    get = ReceivedWeights.get
+
+    def note(received: ReceivedWeights, wanted: WeightsWanted, seconds: float = 0.0) -> Future[Answer]:
+        patience[wanted.sampler_id] = seconds
+        return get(received, wanted, seconds)
+
+    monkeypatch.setattr(ReceivedWeights, "get", note)
+    with pair.training(), pair.sampling():
+        model = trained(pair.trainer)
+        new, old = (pair.trainer.copied_sampler(model, seq_id) for seq_id in (5, 6))
+        follower = pair.trainer.following_sampler(model)
+        for sampler, age in ((new, timedelta(days=1)), (old, timedelta(0)), (follower, timedelta(days=1))):
+            monkeypatch.setattr(weights_sources, "NEW", age)
+            pair.replica.tokens(pair.sample(sampler, 0))
+    assert patience == {new: weights_sources.ON_THEIR_WAY_SECONDS, old: 0.0, follower: 0.0}

@@ -230,7 +230,7 @@ class Waiting:
     async def until_done(
         self, request_id: str, owner: str, seconds: float, halts: Callable[[Status], bool] | None = None
     ) -> Status | None:
-        """The job once it has an outcome, or `halts`, if that is given, says that there is other news of it.
+        """The job once it has an outcome, or `halts`, which is asked at every look, says that it has come to a halt.
 
         `None` if that takes longer. What is not this owner's is not waited for.
         """

@@ -22,8 +22,6 @@ if TYPE_CHECKING:  # who only passes parcels on does not load torch
 
 log = logging.getLogger(__name__)
 
-ON_THEIR_WAY_SECONDS = 0.01
-"""So long a replica waits before it asks: the first sample of new weights often overtakes them."""
 MAX_PUBLISHED = 64
 """How many copies the trainer keeps where replicas can read them."""
 MAX_UNUSED = 32
@@ -193,8 +191,8 @@ class ReceivedWeights:
         while len(self._unused) > MAX_UNUSED or (size > MAX_UNUSED_BYTES and len(self._unused) > 1):
             size -= self._unused.popitem(last=False)[1].weights.flat.nbytes
 
-    def get(self, wanted: WeightsWanted) -> Future[Answer]:
-        """What was sent, or what is asked for; a parcel is handed out once. Waits for a moment before it asks."""
+    def get(self, wanted: WeightsWanted, patience_seconds: float = 0.0) -> Future[Answer]:
+        """What was sent, or is sent within this time, or else what is asked for; a parcel is handed out once."""
         answer: Future[Answer] = Future()
         with self._lock:
             sent = self._unused.get(wanted.name)
@@ -202,7 +200,7 @@ class ReceivedWeights:
                 answer.set_result(self._unused.pop(wanted.name))
                 return answer
             awaited = self._awaited[wanted.name] = _Awaited(wanted, answer)
-        if not wait([answer], ON_THEIR_WAY_SECONDS).done:
+        if not wait([answer], patience_seconds).done:
             self._ask(wanted).add_done_callback(partial(self._answered, awaited))
         return answer
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from datetime import timedelta
 from typing import Protocol
 
 from tinsmith.errors import InvalidInputError
@@ -19,11 +20,15 @@ from tinsmith.server.sampling_weights import MAX_IN_MEMORY, SamplingWeights
 from tinsmith.server.snapshots import LostError
 from tinsmith.server.spilled import Spilled
 from tinsmith.server.store import Store
+from tinsmith.server.store.database import utc_now
 from tinsmith.server.store.records import CheckpointKey, Model, Sampler
 from tinsmith.server.weights_exchange import Answer, PublishedWeights, ReceivedWeights, Refusal, WeightsWanted
 
 AT_ONCE_SECONDS = 0.1
 """So long others wait while weights are fetched; what takes longer, only the sampler itself waits for."""
+ON_THEIR_WAY_SECONDS = 0.01
+"""Weights of a new sampler are sent to all replicas; one that the first sample reaches before them waits so long."""
+NEW = timedelta(seconds=1)
 RETRY_SECONDS = 1.0
 
 
@@ -144,7 +149,7 @@ class SentWeights(WeightsSource):
         return WeightsWanted(sampler.sampler_id, sampler.owner, model.model_id, newest)
 
     def _fetched(self, wanted: WeightsWanted, sampler: Sampler) -> tuple[int, FrozenAdapter]:
-        answer = self._answer(wanted)
+        answer = self._answer(wanted, ON_THEIR_WAY_SECONDS if _is_new(sampler) else 0.0)
         if answer is None:
             if wanted.model_id is not None or not self._spilled.exists(sampler.sampler_id):
                 raise AwayError
@@ -154,23 +159,25 @@ class SentWeights(WeightsSource):
             raise kind(answer.message, field="sampling_session_id")
         return answer.seq_id, adapter_files.unpack(answer.weights, self._engine.model)
 
-    def _answer(self, wanted: WeightsWanted) -> Answer | None:
+    def _answer(self, wanted: WeightsWanted, patience_seconds: float) -> Answer | None:
         """None if the trainer is away. An answer that has come late counts, although the model may be newer by now."""
-        answer = self._coming.pop(wanted.name, None) or self._received.get(wanted)
-        try:
-            return answer.result(AT_ONCE_SECONDS)
-        except Exception as error:
-            if answer.done():
-                return None
+        answer = self._coming.pop(wanted.name, None) or self._received.get(wanted, patience_seconds)
+        if not wait([answer], AT_ONCE_SECONDS).done:
             self._coming[wanted.name] = answer
             answer.add_done_callback(lambda _: self._received.ring())
-            raise ComingError(answer) from error
+            raise ComingError(answer)
+        return None if answer.exception() else answer.result()
 
     def _written(self, sampler: Sampler) -> FrozenAdapter:
         try:
             return adapter_files.read_frozen(self._spilled.path(sampler.sampler_id), self._engine.model)
         except DamagedError as error:
             raise AwayError from error  # who trains the model can make them again
+
+
+def _is_new(sampler: Sampler) -> bool:
+    """Those of a sampler that follows its model are sent to nobody who has not asked."""
+    return sampler.model_seq_id is not None and utc_now() - sampler.created < NEW
 
 
 def followed(store: Store, sampler: Sampler) -> Model:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tinsmith.server.engine.sampler import Settings, best, draw, draw_many, exponentials, keys, race
+from tinsmith.server.engine.sampler import Settings, best, draw, draw_many, exponentials, keys_of, race
 from tinsmith.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def kept_slowly(logits: npt.NDArray[np.float64], params: SamplingParams) -> npt.
 
 def drawn(logits: torch.Tensor, params: SamplingParams, count: int, seed: int = 7) -> npt.NDArray[np.int64]:
     rows = logits.expand(count, -1).contiguous()
-    own = keys(seed, np.arange(count), 0)
+    own = keys_of(seed, np.arange(count), 0)
     return draw(rows, Settings.of([params] * count, logits.shape[-1], CPU), own).tokens.numpy()
 
 
@@ -100,14 +100,14 @@ def test_a_flat_distribution_needs_more_candidates_than_are_looked_at_first() ->
 
 def test_log_probabilities_are_the_models_whatever_the_settings() -> None:
     logits = torch.randn(len(PARAMS), 300)
-    tokens, logprobs = draw(logits, Settings.of(PARAMS, 300, CPU), keys(1, np.arange(len(PARAMS)), 0))
+    tokens, logprobs = draw(logits, Settings.of(PARAMS, 300, CPU), keys_of(1, np.arange(len(PARAMS)), 0))
     expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
 
 
 def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
     logits = torch.randn(len(PARAMS), 300)
-    own = keys(1, np.arange(len(PARAMS)), 0)
+    own = keys_of(1, np.arange(len(PARAMS)), 0)
     together = draw(logits, Settings.of(PARAMS, 300, CPU), own).tokens
     for row, params in enumerate(PARAMS):
         alone = draw(logits[row : row + 1], Settings.of([params], 300, CPU), own[row : row + 1])
@@ -121,7 +121,7 @@ def test_temperature_zero_takes_the_first_of_the_most_likely() -> None:
 
 def test_alternatives_are_drawn_with_replacement_at_the_temperature() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
-    own = keys(3, np.arange(20_000), 1)[None]
+    own = keys_of(3, np.arange(20_000), 1)[None]
     tokens = draw_many(logits, 0.5, own)
     expected = (logits[0] / 0.5).softmax(-1)
     torch.testing.assert_close(tokens[0].bincount(minlength=3) / 20_000, expected, atol=0.01, rtol=0)
@@ -133,7 +133,7 @@ def test_alternatives_are_drawn_with_replacement_at_the_temperature() -> None:
     st.integers(0, 2**64 - 1),
 )
 def test_a_token_without_weight_is_never_drawn(weights: list[float], key: int) -> None:
-    token = int(race(torch.tensor([weights]), np.array([[key]], np.uint64)))
+    token = int(race(torch.tensor([weights]), keys_of(key, [[0]], 0)))
     assert weights[token] > 0
 
 
@@ -144,18 +144,18 @@ def test_logits_that_were_rounded_otherwise_seldom_change_a_token(error: float) 
     logits = torch.randn(4000, 2000, generator=generator)
     rounded = logits + error * torch.randn(logits.shape, generator=generator)
     differ = (logits.softmax(-1) - rounded.softmax(-1)).abs().sum(-1).mean().item() / 2
-    how, own = Settings.of([SamplingParams()] * 4000, 2000, CPU), keys(2, np.arange(4000), 0)
+    how, own = Settings.of([SamplingParams()] * 4000, 2000, CPU), keys_of(2, np.arange(4000), 0)
     changed = (draw(logits, how, own).tokens != draw(rounded, how, own).tokens).float().mean().item()
     assert changed < 3 * differ
 
 
 def test_random_numbers_are_exponential_and_unrelated() -> None:
-    numbers = exponentials(keys(5, np.arange(100), 0), 1000)
+    numbers = exponentials(keys_of(5, np.arange(100), 0), 1000).numpy()
     assert numbers.min() > 0
     counts = np.histogram(np.exp(-numbers), bins=50, range=(0, 1))[0]
     assert ((counts - 2000) ** 2 / 2000).sum() < 49 + 4 * np.sqrt(2 * 49)
     others = [np.roll(numbers, 1, 0), np.roll(numbers, 1, 1)]
-    others += [exponentials(keys(seed, np.arange(100), position), 1000) for seed, position in ((6, 0), (5, 1))]
+    others += [exponentials(keys_of(seed, np.arange(100), place), 1000).numpy() for seed, place in ((6, 0), (5, 1))]
     for other in others:
         assert abs(np.corrcoef(numbers.ravel(), other.ravel())[0, 1]) < 0.015
 
@@ -166,7 +166,7 @@ def test_random_numbers_stay_what_they_are_from_release_to_release() -> None:
         [0.12240515762149183, 1.3920256260195596],
         [1.8926101138033984, 3.2105749921394713],
     ]
-    np.testing.assert_allclose(exponentials(keys([0, 1, 2**64 - 1], 0, [0, 0, 7]), 2), expected, rtol=1e-14)
+    np.testing.assert_allclose(exponentials(keys_of([0, 1, 2**64 - 1], 0, [0, 0, 7]), 2), expected, rtol=1e-14)
 
 
 def test_the_best_tokens_come_in_order_of_logit_and_then_of_id() -> None:

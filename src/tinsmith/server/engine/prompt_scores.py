@@ -135,7 +135,7 @@ class PromptScores:
     def _add_alternatives(self, first: int, logits: Tensor, log_sums: Tensor) -> None:
         rows = np.arange(first, first + len(logits))
         streams = ALTERNATIVES_STREAM + np.arange(self.num_alternatives)
-        keys = sampler.keys(self.seed, streams[None, :], rows[:, None])
+        keys = sampler.keys_of(self.seed, streams[None, :], rows[:, None])
         tokens = sampler.draw_many(logits, self.temperature, keys)
         self.alternatives[rows] = tokens.cpu().numpy()
         self.alternative_logprobs[rows] = (logits.gather(1, tokens) - log_sums[:, None]).cpu().numpy()

@@ -150,7 +150,7 @@ class Batch:
     def draw(self, logits: Tensor) -> DrawnRows:
         """The next token of every row, from float32 logits."""
         positions = [len(row.tokens) for row in self.rows]
-        keys = sampler.keys(self._seeds, self._streams, positions)
+        keys = sampler.keys_of(self._seeds, self._streams, positions)
         tokens, logprobs = sampler.draw(logits, self._settings, keys)
         return DrawnRows(tokens.tolist(), logprobs.tolist(), self.topk(logits))
 

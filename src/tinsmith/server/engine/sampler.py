@@ -1,6 +1,6 @@
 """From logits to tokens: the same token for the same seed, whatever else is in the batch.
 
-    keys          one random number for each (seed, sample, position), by hashing, without a state
+    keys_of       one random number for each (seed, sample, position), by hashing, without a state
     Settings      temperature, top-k and top-p of the rows of a batch
     draw          one token for each row, with its log-probability
     best          the most likely tokens of each row
@@ -31,35 +31,48 @@ from torch import Tensor
 from tinsmith.types import SamplingParams
 
 _FIRST_CANDIDATES = 256
-_GOLDEN = 0x9E3779B97F4A7C15
+_KEYS_AT_ONCE = 32
+"""Of one row: each of them needs some hundred random numbers."""
+_LARGEST_CHUNK = 4096
+_SHARPEST = 1e30
+"""Of inverse temperatures: float32 has to hold it."""
 
 
-def keys(seeds: npt.ArrayLike, streams: npt.ArrayLike, positions: npt.ArrayLike) -> npt.NDArray[np.uint64]:
-    """Random numbers that depend on nothing but the three arguments."""
-    state = np.zeros((), np.uint64)
+def keys_of(seeds: npt.ArrayLike, streams: npt.ArrayLike, positions: npt.ArrayLike) -> Tensor:
+    """Random numbers, int64, that depend on nothing but the three arguments."""
+    state = torch.zeros((), dtype=torch.int64)
     for part in (seeds, streams, positions):
-        state = _mixed(np.asarray(part, np.uint64) ^ state)
+        state = _mixed(torch.from_numpy(np.array(part, np.uint64).view(np.int64)) ^ state)
     return state
 
 
 def chunk_size(vocab_size: int) -> int:
-    """Of the two races: a power of two near the square root, so that both are about as long."""
-    return 1 << (vocab_size.bit_length() + 1) // 2
+    """A power of two near the square root, so that both races are about as long. With another, seeds mean others."""
+    return min(1 << ((vocab_size.bit_length() + 1) // 2), _LARGEST_CHUNK)
 
 
-def exponentials(keys: npt.NDArray[np.uint64], count: int) -> npt.NDArray[np.float64]:
-    """So many random numbers of each key, greater than 0, with a mean of 1."""
-    mixed = _mixed(keys[..., None] ^ np.arange(count, dtype=np.uint64))
-    return -np.log(((mixed >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52)
+def exponentials(keys: Tensor, count: int) -> Tensor:
+    """So many random numbers of each key, greater than 0, with a mean of 1: float64 [..., count]."""
+    mixed = _mixed(keys[..., None] ^ torch.arange(count, device=keys.device))
+    return ((_shifted(mixed, 12).double() + 0.5) * 2.0**-52).log_().neg_()
 
 
-def _mixed(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mixed(x: Tensor) -> Tensor:
     """One step of SplitMix64 (Steele, Lea, Flood 2014)."""
-    with np.errstate(over="ignore"):
-        x = x + np.uint64(_GOLDEN)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return x ^ (x >> np.uint64(31))
+    x = x + (0x9E3779B97F4A7C15 - 2**64)
+    x = (x ^ _shifted(x, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    x = (x ^ _shifted(x, 27)) * (0x94D049BB133111EB - 2**64)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """To the right; zeros come in from the left, and not the sign."""
+    return (x >> bits) & (2 ** (64 - bits) - 1)
+
+
+def inverse_temperature(params: SamplingParams) -> float:
+    """0 stands for the most likely token."""
+    return min(1 / params.temperature, _SHARPEST) if params.temperature else 0.0
 
 
 def is_filtered(params: SamplingParams) -> bool:
@@ -93,7 +106,7 @@ class Settings:
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Settings:
         greedy = [params.temperature == 0 for params in rows]
-        inverse = [1.0 if params.temperature == 0 else 1 / params.temperature for params in rows]
+        inverse = [inverse_temperature(params) or 1.0 for params in rows]
         filtered = [index for index, params in enumerate(rows) if is_filtered(params)]
         top_k = [top_k_of(rows[index], vocab_size) for index in filtered]
         return cls(
@@ -111,7 +124,7 @@ class Drawn(NamedTuple):
     logprobs: Tensor  # [N] float32
 
 
-def draw(logits: Tensor, settings: Settings, keys: npt.NDArray[np.uint64]) -> Drawn:
+def draw(logits: Tensor, settings: Settings, keys: Tensor) -> Drawn:
     """One token for each row of float32 logits [N, V], by the keys [N]."""
     scaled = _Scaled(logits, settings.inverse_temperature)
     if settings.all_greedy:
@@ -126,11 +139,12 @@ def draw(logits: Tensor, settings: Settings, keys: npt.NDArray[np.uint64]) -> Dr
     return Drawn(tokens, logits.gather(1, tokens[:, None])[:, 0] - scaled.log_sum)
 
 
-def draw_many(logits: Tensor, temperature: float, keys: npt.NDArray[np.uint64]) -> Tensor:
+def draw_many(logits: Tensor, temperature: float, keys: Tensor) -> Tensor:
     """Several tokens for each row, with replacement and without filters: keys [N, k] -> tokens [N, k]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True).expand(keys.shape)
-    return race((logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_(), keys)
+    weights = (logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_()
+    return torch.cat([race(weights, part) for part in keys.split(_KEYS_AT_ONCE, dim=1)], dim=1)
 
 
 class _Scaled:
@@ -155,10 +169,10 @@ class _Scaled:
         return part
 
 
-def race(weights: Tensor, keys: npt.NDArray[np.uint64]) -> Tensor:
-    """A place for each of the keys [N, k], in proportion to the weights [N, V]: int64 [N, k].
+def race(weights: Tensor, keys: Tensor) -> Tensor:
+    """A token for each of the keys [N, k], in proportion to the weights [N, V]: int64 [N, k].
 
-    Rows that are not numbers lead to any place; their log-probability tells that they are broken.
+    A row with NaN gives any token; its log-probability tells that it is broken.
     """
     size = weights.shape[1]
     length = chunk_size(size)
@@ -167,7 +181,7 @@ def race(weights: Tensor, keys: npt.NDArray[np.uint64]) -> Tensor:
     if whole < size:
         sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
     num_chunks = sums.shape[1]
-    noise = torch.from_numpy(exponentials(keys, num_chunks + length)).to(weights.device)
+    noise = exponentials(keys.to(weights.device), num_chunks + length)
     chunk = (sums[:, None] / noise[:, :, :num_chunks]).argmax(-1)  # [N, k]
     inside = chunk[:, :, None] * length + torch.arange(length, device=weights.device)  # [N, k, length]
     part = weights.gather(1, inside.clamp(max=size - 1).flatten(1)).view(inside.shape).masked_fill_(inside >= size, 0.0)

@@ -128,16 +128,20 @@ async def _missing(call: Call, status: Status) -> str:
 def _halts(call: Call, request_id: str) -> Callable[[Status], bool]:
     """Whether work on an operation comes to a halt during this poll: then its client hears of it now, and waits for
     the rest in its next one. Whoever polls for the first time has not heard of a halt that began before, either.
+
+    What is over at the next look was no halt.
     """
     is_first = call.request.headers.get("x-tinker-request-iteration") == "0"
     lanes = [(base_model, lane) for base_model in call.services.models for lane in _LANES]
     known = {of for of in lanes if not is_first and _reason(call, request_id, *of) is not None}
+    was_seen = False
 
     def halts(status: Status) -> bool:
-        if _why_paused(call, status) is None:
+        nonlocal was_seen
+        lasts, was_seen = was_seen, _why_paused(call, status) is not None
+        if not was_seen:
             known.clear()
-            return False
-        return (status.base_model, _lane(status)) not in known
+        return was_seen and lasts and (status.base_model, _lane(status)) not in known
 
     return halts
 

@@ -23,6 +23,9 @@ SETTINGS = [
     SamplingParams(temperature=1.5, top_k=20, top_p=0.9),
     SamplingParams(top_p=0.0),
     SamplingParams(top_k=1, temperature=3),
+    SamplingParams(temperature=1e-3, top_p=0.9999),
+    SamplingParams(temperature=1e-39),
+    SamplingParams(temperature=1e3, top_k=10**6),
 ]
 
 
@@ -34,7 +37,7 @@ def drawn(logits: Tensor, rows: list[SamplingParams], seeds: list[int]) -> tuple
     for index, (params, seed) in enumerate(zip(rows, seeds, strict=True)):
         top_k = min(params.top_k, size) if params.top_k > 0 else size
         ints[index] = torch.tensor([0, 40, int(np.uint64(seed).view(np.int64)), 2, 7, top_k])
-        floats[index, 0] = 1 / params.temperature if params.temperature else 0.0
+        floats[index, 0] = sampler.inverse_temperature(params)
         floats[index, 1] = params.top_p
     state = kernels.DrawRows(ints.to(DEVICE), floats.to(DEVICE))
     out = torch.full((len(rows), 2), torch.nan, dtype=torch.float64, device=DEVICE)
@@ -47,7 +50,7 @@ def drawn(logits: Tensor, rows: list[SamplingParams], seeds: list[int]) -> tuple
     return out[:, 0].long().cpu(), out[:, 1].cpu()
 
 
-def by_definition(logits: Tensor, params: SamplingParams, key: np.uint64) -> int:
+def by_definition(logits: Tensor, params: SamplingParams, key: Tensor) -> int:
     """In float64, token by token; ties are ordered by their id."""
     if params.temperature == 0:
         return int(logits.argmax())
@@ -64,7 +67,7 @@ def by_definition(logits: Tensor, params: SamplingParams, key: np.uint64) -> int
         reached += weights[token]
     length = sampler.chunk_size(len(weights))
     starts = range(0, len(weights), length)
-    noise = sampler.exponentials(np.array(key), len(starts) + length).tolist()
+    noise = sampler.exponentials(key, len(starts) + length).tolist()
     of_chunks, of_tokens = noise[: len(starts)], noise[len(starts) :]
     members = [[token for token in range(start, start + length) if token in kept] for start in starts]
     sums = [sum(weights[token] for token in chunk) for chunk in members]
@@ -74,14 +77,15 @@ def by_definition(logits: Tensor, params: SamplingParams, key: np.uint64) -> int
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rounded", [False, True], ids=["distinct", "ties"])
-@pytest.mark.parametrize("size", [97, 5000])
+@pytest.mark.parametrize("size", [97, kernels.TILE, kernels.TILE + 1])
 def test_every_setting_draws_what_it_says(size: int, rounded: bool, dtype: torch.dtype) -> None:
     rng = np.random.default_rng(size + rounded)
     logits = torch.from_numpy(rng.standard_normal((len(SETTINGS), size)) * 3).to(dtype)
     logits = logits.round() if rounded else logits
+    logits[:, 40:60] = -torch.inf
     seeds = [2**64 - 1 - index for index in range(len(SETTINGS))]
     tokens, logprobs = drawn(logits, SETTINGS, seeds)
-    keys = sampler.keys(np.array(seeds, np.uint64), 2, 7)
+    keys = sampler.keys_of(seeds, 2, 7)
     expected = [by_definition(row, *how) for row, *how in zip(logits, SETTINGS, keys, strict=True)]
     assert tokens.tolist() == expected
     own = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]

@@ -3,11 +3,10 @@
     DrawRows    what the kernels know of each row, and change: its last token, its place, its seed, its filters
     draw        the next token of every row, into `rows` itself and into `drawn`
 
-Races and random numbers are those of `sampler.race`: a seed gives the same tokens in any batch. Two kernels share the
-work: the first reads every logit once, a tile at a time, and sums up the chunks of the vocabulary, the second holds the
-race of the chunks and then that within one. Rows with a top-k or top-p are looked through before, by quartering the
-range of logits until the one is found that the filter ends at; ties count by their id. Sums of more than a chunk are
-float64.
+Races and random numbers are those of `sampler`: a seed gives the same tokens in any batch. Two kernels share the work:
+the first reads every logit once, a tile at a time, and sums up the chunks of the vocabulary, the second holds the race
+of the chunks and then that within one. Rows with a top-k or top-p are looked through before, by quartering the range of
+their ranks until the one is found that the filter ends at; ties count by their id. Sums beyond a chunk are float64.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tinsmith.server.engine.sampler import chunk_size
 
 TILE = 4096
 _MISSING_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Those that a logit lacks of a float32."""
+"""Bits at the end of a float32 that are zero in logits of this dtype."""
 
 # Columns of the integers and floats of a row.
 TOKEN, POSITION, SEED, STREAM, NUM_DRAWN, TOP_K = range(6)
@@ -81,7 +80,7 @@ def _is_kept(values, ids, end_value, end_id):
 
 @triton.jit
 def _mixed(x):
-    """One step of SplitMix64, as in `sampler.keys`."""
+    """One step of SplitMix64, as in `sampler`."""
     x = x + 0x9E3779B97F4A7C15
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
@@ -90,6 +89,7 @@ def _mixed(x):
 
 @triton.jit
 def _key(seed, stream, number):
+    """As in `sampler.keys_of`."""
     state = _mixed(seed.to(tl.uint64, bitcast=True))
     state = _mixed(stream.to(tl.uint64, bitcast=True) ^ state)
     return _mixed(number.to(tl.uint64, bitcast=True) ^ state)
@@ -198,7 +198,7 @@ def _unrank(rank, SHIFT: tl.constexpr):
 def _reaching(logits, size, peak, inverse, bound1, bound2, bound3, SHIFT: tl.constexpr, TILE: tl.constexpr):
     """How many tokens have a rank of at least each bound, and what they weigh together.
 
-    Each thread adds up its own until the end, eight at a time in float32. What is not asked for is not computed.
+    Each thread adds up its own until the end, eight at a time in float32. The compiler leaves out what no caller uses.
     """
     lanes, eight = tl.arange(0, TILE // 8), tl.arange(0, 8)
     count1 = tl.zeros([TILE // 8], tl.int32)
