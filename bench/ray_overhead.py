@@ -42,7 +42,7 @@ from tinsmith.server.process_life import WORKER_ENVIRONMENT
 
 TURNS = 15
 ROUNDS_PER_TURN = 10
-DRAWING_TURNS = 2
+DRAWING_TURNS = 5
 BAR_MS = 5.0
 BAR_RATIO = 1.6
 RANK = 32

@@ -19,7 +19,7 @@ from tests.examples.running import TRAINING, load
 from tests.support.embedded import embedded_folder, session_cache
 
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-STEPS = {"demo": 7, "preference": 5, "reinforcement": 5, "custom_loss": 9, "distillation": 9}
+STEPS = {"demo": 7, "preference": 5, "reinforcement": 5, "custom_loss": 9, "distillation": 14}
 ROUNDING = {"demo": 0.1, "preference": 1.0, "reinforcement": 0.2, "custom_loss": 0.3, "distillation": 0.2}
 """How far the figure of a first step may be off: bfloat16 rounds otherwise when requests meet in other batches."""
 SECONDS = 600.0
