@@ -66,13 +66,6 @@ class _Published(NamedTuple):
     frozen: FrozenAdapter
 
 
-class _ToSend(NamedTuple):
-    name: str
-    frozen: FrozenAdapter
-    seq_id: int
-    answers: list[Future[Answer]]
-
-
 class PublishedWeights:
     """The trainer's end. `put` packs weights, puts them where replicas can read them and gives back what stands for
     them; `send` brings such a parcel to all replicas. Both are called in a thread of their own: training goes on.
@@ -89,7 +82,6 @@ class PublishedWeights:
         self._published: OrderedDict[str, _Published] = OrderedDict()
         self._wanted: dict[WeightsWanted, list[Future[Answer]]] = {}
         self._lock = threading.Lock()
-        self._to_send: list[_ToSend] = []
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="weights")
 
     def ask(self, wanted: WeightsWanted) -> Future[Answer]:
@@ -112,17 +104,11 @@ class PublishedWeights:
             return list(self._wanted)
 
     def publish(self, name: str, frozen: FrozenAdapter, seq_id: int = -1) -> None:
-        """Those of a sampler, or of a model after this operation; they leave with the next `send_off`."""
+        """Those of a sampler, or of a model after this operation. They leave at once, before who waits is told."""
         with self._lock:
             content = [wanted for wanted in self._wanted if wanted.name == name and wanted.at_least <= seq_id]
             answers = [answer for wanted in content for answer in self._wanted.pop(wanted)]
-        self._to_send.append(_ToSend(name, frozen, seq_id, answers))
-
-    def send_off(self) -> None:
-        """To be called when who waits for the trainer was told: sending takes a while from whoever else is busy."""
-        to_send, self._to_send = self._to_send, []
-        for each in to_send:
-            self._sender.submit(self._put_and_send, *each)
+        self._sender.submit(self._put_and_send, name, frozen, seq_id, answers)
 
     def refuse(self, wanted: WeightsWanted, refusal: Refusal) -> None:
         with self._lock:

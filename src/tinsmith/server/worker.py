@@ -184,7 +184,6 @@ class Worker:
         """Takes new jobs from the store, and drops what nobody wants any more."""
         if self._published is not None:
             publish_wanted(self._published, self._own_weights, self._store)
-            self._published.send_off()
         claim = partial(
             self._store.jobs.claim,
             self._base_model,
@@ -392,8 +391,6 @@ class Worker:
         self._begun.difference_update(outcomes)
         self._token_news.end(outcomes)
         self._tell_done(accepted)
-        if self._published is not None:
-            self._published.send_off()
         return accepted
 
 
