@@ -9,8 +9,9 @@ figures are medians over the turns. New weights reach the replicas while the cli
 
 The replicas draw for two servers that are up together and take turns, with more samples than a replica should have at
 once, of prompts that have nothing in common: eight of each prompt, as reinforcement learning asks for them, and one of
-each, where client and API have most to do for a token, on the cores that the replicas want. On a machine that is busy
-with other things wall time says as much about them, so the same is also taken by the CPU time of the busiest replica.
+each, where client and API have most to do for a token, on the cores that the replicas want. The tiny model draws short
+samples, whose requests take a good part of the time to come in, and long ones. On a machine that is busy with other
+things wall time says as much about them, so the same is also taken by the CPU time of the busiest replica.
 The ceiling is what two engines without a server reach that draw half of the samples each at the same time, against one
 that draws all: what splitting costs, and what this machine has for two.
 """
@@ -73,7 +74,12 @@ class Case(NamedTuple):
         return tinsmith.SamplingParams(max_tokens=self.tokens, seed=1, stop=[])
 
 
-DRAWING = (Case("tiny", 64, 8, 100), Case("tiny", 512, 1, 100), Case("135M", 24, 8, 16), Case("135M", 192, 1, 16))
+DRAWING = (
+    *(Case("tiny", 64, 8, tokens) for tokens in (100, 300)),
+    *(Case("tiny", 512, 1, tokens) for tokens in (100, 300)),
+    Case("135M", 24, 8, 16),
+    Case("135M", 192, 1, 16),
+)
 """Of the large model fewer: there, each step takes longer with every sample."""
 
 Round = Callable[[], float]
@@ -295,7 +301,8 @@ def folder_of(model: str, stack: ExitStack) -> str:
         return _engine.model_folder()
     from tests.server.tiny_models import save_model
 
-    return str(save_model(Path(stack.enter_context(tempfile.TemporaryDirectory())), "qwen3"))
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    return str(save_model(folder, "qwen3", max_position_embeddings=512))
 
 
 def in_turns(sides: dict[str, Callable[[], Spent]], turns: int) -> dict[str, list[Spent]]:
