@@ -119,6 +119,15 @@ def test_temperature_zero_takes_the_first_of_the_most_likely() -> None:
     assert drawn(logits, SamplingParams(temperature=0), 5).tolist() == [1] * 5
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e46, 1e300])
+def test_temperatures_that_a_float32_cannot_hold_are_still_temperatures(temperature: float) -> None:
+    logits = torch.tensor([[-float("inf"), 3.0, -float("inf"), 1.0]])
+    tokens = drawn(logits, SamplingParams(temperature=temperature), 100)
+    alternatives = draw_many(logits, temperature, keys_of(3, np.arange(100), 1)[None])[0]
+    expected = {1} if temperature < 1 else {1, 3}
+    assert {*tokens.tolist()} == {*alternatives.tolist()} == expected
+
+
 def test_alternatives_are_drawn_with_replacement_at_the_temperature() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0]])
     own = keys_of(3, np.arange(20_000), 1)[None]

@@ -34,8 +34,8 @@ _FIRST_CANDIDATES = 256
 _KEYS_AT_ONCE = 32
 """Of one row: each of them needs some hundred random numbers."""
 _LARGEST_CHUNK = 4096
-_SHARPEST = 1e30
-"""Of inverse temperatures: float32 has to hold it."""
+_SHARPEST, _FLATTEST = 1e30, 1e-30
+"""Of inverse temperatures: float32 has to hold them."""
 
 
 def keys_of(seeds: npt.ArrayLike, streams: npt.ArrayLike, positions: npt.ArrayLike) -> Tensor:
@@ -70,9 +70,9 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
-def inverse_temperature(params: SamplingParams) -> float:
+def inverse_of(temperature: float) -> float:
     """0 stands for the most likely token."""
-    return min(1 / params.temperature, _SHARPEST) if params.temperature else 0.0
+    return min(max(1 / temperature, _FLATTEST), _SHARPEST) if temperature else 0.0
 
 
 def is_filtered(params: SamplingParams) -> bool:
@@ -106,7 +106,7 @@ class Settings:
     @classmethod
     def of(cls, rows: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> Settings:
         greedy = [params.temperature == 0 for params in rows]
-        inverse = [inverse_temperature(params) or 1.0 for params in rows]
+        inverse = [inverse_of(params.temperature) or 1.0 for params in rows]
         filtered = [index for index, params in enumerate(rows) if is_filtered(params)]
         top_k = [top_k_of(rows[index], vocab_size) for index in filtered]
         return cls(
@@ -143,7 +143,7 @@ def draw_many(logits: Tensor, temperature: float, keys: Tensor) -> Tensor:
     """Several tokens for each row, with replacement and without filters: keys [N, k] -> tokens [N, k]."""
     if temperature == 0:
         return logits.argmax(-1, keepdim=True).expand(keys.shape)
-    weights = (logits - logits.amax(-1, keepdim=True)).div_(temperature).exp_()
+    weights = (logits - logits.amax(-1, keepdim=True)).mul_(inverse_of(temperature)).exp_()
     return torch.cat([race(weights, part) for part in keys.split(_KEYS_AT_ONCE, dim=1)], dim=1)
 
 

@@ -25,6 +25,7 @@ SETTINGS = [
     SamplingParams(top_k=1, temperature=3),
     SamplingParams(temperature=1e-3, top_p=0.9999),
     SamplingParams(temperature=1e-39),
+    SamplingParams(temperature=1e60, top_k=1),
     SamplingParams(temperature=1e3, top_k=10**6),
 ]
 
@@ -37,7 +38,7 @@ def drawn(logits: Tensor, rows: list[SamplingParams], seeds: list[int]) -> tuple
     for index, (params, seed) in enumerate(zip(rows, seeds, strict=True)):
         top_k = min(params.top_k, size) if params.top_k > 0 else size
         ints[index] = torch.tensor([0, 40, int(np.uint64(seed).view(np.int64)), 2, 7, top_k])
-        floats[index, 0] = sampler.inverse_temperature(params)
+        floats[index, 0] = sampler.inverse_of(params.temperature)
         floats[index, 1] = params.top_p
     state = kernels.DrawRows(ints.to(DEVICE), floats.to(DEVICE))
     out = torch.full((len(rows), 2), torch.nan, dtype=torch.float64, device=DEVICE)

@@ -205,5 +205,5 @@ def states_of(rows: Sequence[Sample], vocab_size: int) -> Ints:
         top_k = sampler.top_k_of(params, vocab_size)
         last_token = row.tokens[-1] if row.tokens else 0
         state[index, :6] = last_token, row.num_cached, seed, row.index, len(row.tokens), top_k
-        state[index, 6:].view(np.float64)[:] = sampler.inverse_temperature(params), params.top_p
+        state[index, 6:].view(np.float64)[:] = sampler.inverse_of(params.temperature), params.top_p
     return state
