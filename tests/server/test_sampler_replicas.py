@@ -307,8 +307,27 @@ def test_weights_that_come_just_after_their_first_sample_are_not_asked_for(monke
         return wait(answers, seconds)
 
     monkeypatch.setattr(weights_exchange, "wait", wait_while_they_come)
+    weights.take(parcel("another"))
     assert weights.get(WeightsWanted("a", "ann"), 60.0).done()
     assert asked == []
+
+
+def test_weights_are_not_waited_for_where_nothing_was_ever_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, asked = received({"a": parcel("a")})
+    monkeypatch.setattr(weights_exchange, "wait", lambda *_: pytest.fail("it waits in vain"))
+    assert weights.get(WeightsWanted("a", "ann"), 60.0).done()
+    weights.get(WeightsWanted("b", "ann"), 60.0)
+    assert asked == ["a", "b"], "an answer is not sent unasked"
+
+
+def test_weights_that_were_made_again_take_the_place_of_those_before() -> None:
+    """By the worker after one that had sent them and died before it had written down that it was done."""
+    weights, _ = received({})
+    weights.take(parcel("a", size=8))
+    weights.take(parcel("a", size=9))
+    taken = weights.get(WeightsWanted("a", "ann")).result(0)
+    assert isinstance(taken, Parcel)
+    assert taken.weights.flat.size == 9
 
 
 def test_only_new_samplers_wait_for_weights_that_nobody_has_asked_for(

@@ -156,10 +156,16 @@ class ReceivedWeights:
         self.ring = ring
         self._unused: OrderedDict[str, Parcel] = OrderedDict()
         self._awaited: dict[str, _Awaited] = {}
+        self._is_sent_to = False
         self._lock = threading.Lock()
 
     def take(self, parcel: Parcel) -> None:
-        """With its weights, which are copied: they lie in memory that is shared, and needed for others."""
+        """Sent by the trainer, with its weights."""
+        self._is_sent_to = True
+        self._take(parcel)
+
+    def _take(self, parcel: Parcel) -> None:
+        """The weights are copied: they lie in memory that is shared, and needed for others."""
         packed: PackedAdapter = parcel.weights
         parcel = parcel._replace(weights=packed._replace(flat=packed.flat.copy()))
         with self._lock:
@@ -172,13 +178,16 @@ class ReceivedWeights:
 
     def _keep(self, parcel: Parcel) -> None:
         before = self._unused.pop(parcel.name, parcel)
-        self._unused[parcel.name] = max(before, parcel, key=lambda each: each.seq_id)
+        self._unused[parcel.name] = max(parcel, before, key=lambda each: each.seq_id)
         size = sum(each.weights.flat.nbytes for each in self._unused.values())
         while len(self._unused) > MAX_UNUSED or (size > MAX_UNUSED_BYTES and len(self._unused) > 1):
             size -= self._unused.popitem(last=False)[1].weights.flat.nbytes
 
     def get(self, wanted: WeightsWanted, patience_seconds: float = 0.0) -> Future[Answer]:
-        """What was sent, or is sent within this time, or else what is asked for; a parcel is handed out once."""
+        """What was sent, or is sent within this time, or else what is asked for; a parcel is handed out once.
+
+        Nobody waits where nothing was ever sent: the trainer may have too many replicas for that.
+        """
         answer: Future[Answer] = Future()
         with self._lock:
             sent = self._unused.get(wanted.name)
@@ -186,7 +195,7 @@ class ReceivedWeights:
                 answer.set_result(self._unused.pop(wanted.name))
                 return answer
             awaited = self._awaited[wanted.name] = _Awaited(wanted, answer)
-        if not wait([answer], patience_seconds).done:
+        if not self._is_sent_to or not wait([answer], patience_seconds).done:
             self._ask(wanted).add_done_callback(partial(self._answered, awaited))
         return answer
 
@@ -195,7 +204,7 @@ class ReceivedWeights:
         error = asked.exception()
         if error is None and isinstance(parcel := asked.result(), Parcel):
             if self._awaited.get(name) is awaited:  # else it was sent meanwhile
-                self.take(parcel)
+                self._take(parcel)
             return
         with self._lock:
             if self._awaited.get(name) is not awaited:

@@ -177,7 +177,7 @@ class SentWeights(WeightsSource):
 
 def _is_new(sampler: Sampler) -> bool:
     """Those of a sampler that follows its model are sent to nobody who has not asked."""
-    return sampler.model_seq_id is not None and utc_now() - sampler.created < NEW
+    return sampler.model_seq_id is not None and abs(utc_now() - sampler.created) < NEW
 
 
 def followed(store: Store, sampler: Sampler) -> Model:
