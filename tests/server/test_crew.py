@@ -15,7 +15,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.server import crew, keeper
 from tinsmith.server.crew import Crew
 from tinsmith.server.lives import CannotBeginError, Life, Lives
-from tinsmith.server.messages import Figure, Message, WorkerSettings
+from tinsmith.server.messages import Figure, Message, Replay, WorkerSettings
 from tinsmith.server.scaling import Bounds
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.records import Done, NewJob
@@ -231,6 +231,10 @@ def test_training_and_sampling_are_ready_and_held_up_each_for_itself(tmp_path: P
             await until(lambda: here.crew.held_up("s:sample:3", "sample") == "no weights")
             assert here.crew.held_up("", None) == "no disk"
             assert here.crew.held_up("s:sample:4", "sample") is None, "the other one works"
+            here.lives.living["train"].say(replay=Replay(model_id="m", replayed=1, total=9))
+            await until(lambda: here.crew.replay("train") is not None)
+            assert here.crew.replay(None) is not None
+            assert here.crew.replay("sample") is None, "they draw on meanwhile"
             assert here.crew.held_up("s:train:0", "train") is None
             here.lives.living["sample-1"].say(held_up="no disk either")
             await until(lambda: here.crew.held_up("s:sample:4", "sample") is not None)

@@ -97,9 +97,9 @@ def test_a_token_of_which_there_is_too_much_to_tell_is_left_to_the_result() -> N
 
 def news(*replicas: str) -> ModelNews:
     states = tuple(WorkerState(name, "sample", "there", 7, True, None, 0) for name in replicas)
+    trains = ByLane(False, "it is away", replay=Replay(model_id="m", replayed=1, total=2))
     waits = ByLane(True, None, {"s:sample:0": "the disk is full"})
-    replay = Replay(model_id="m", replayed=1, total=2)
-    return ModelNews(lanes=(ByLane(False, "it is away"), waits, ByLane()), replay=replay, states=states)
+    return ModelNews(lanes=(trains, waits, ByLane()), states=states)
 
 
 def posted(number: int, *replicas: str) -> Posted:
@@ -116,7 +116,8 @@ def test_what_the_leader_posts_is_known_as_long_as_it_is_heard() -> None:
     assert workers.held_up(BASE, lane="train") == "it is away"
     assert workers.held_up(BASE, "s:sample:0", "sample") == "the disk is full"
     assert workers.held_up(BASE, "s:sample:1", "sample") is None
-    assert workers.replay(BASE) == Replay(model_id="m", replayed=1, total=2)
+    assert workers.replay(BASE, "train") == Replay(model_id="m", replayed=1, total=2)
+    assert workers.replay(BASE, "sample") is None
     assert workers.states("another") == ()
     now[0] += SILENT_SECONDS - 1
     workers.read(posted(2))

@@ -20,6 +20,7 @@ class ByLane(msgspec.Struct, frozen=True):
     is_ready: bool = False
     held_up: str | None = None
     no_room: dict[str, str] = {}
+    replay: Replay | None = None
 
 
 class ModelNews(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,7 +29,6 @@ class ModelNews(msgspec.Struct, frozen=True, kw_only=True):
     lanes: tuple[ByLane, ByLane, ByLane] = (ByLane(), ByLane(), ByLane())
     """As in `LANES`."""
     problem: str | None = None
-    replay: Replay | None = None
     figures: tuple[Figure, ...] = ()
     states: tuple[WorkerState, ...] = ()
 
@@ -49,13 +49,17 @@ def read_news(content: bytes) -> News:
 
 def _model_news(workers: WorkerProcesses, name: str) -> ModelNews:
     train, sample, both = (
-        ByLane(workers.is_ready(name, lane), workers.held_up(name, lane=lane), dict(workers.no_room(name, lane)))
+        ByLane(
+            workers.is_ready(name, lane),
+            workers.held_up(name, lane=lane),
+            dict(workers.no_room(name, lane)),
+            workers.replay(name, lane),
+        )
         for lane in LANES
     )
     return ModelNews(
         lanes=(train, sample, both),
         problem=workers.problem(name),
-        replay=workers.replay(name),
         figures=tuple(workers.figures(name)),
         states=tuple(workers.states(name)),
     )

@@ -143,7 +143,8 @@ class Crew:
         reasons = [keeper.held_up for keeper in self._of(lane)]
         if lane is not None and None in reasons:  # somebody works
             reasons = []
-        return next(filter(None, [*reasons, self.no_room(lane).get(stream)]), None)
+        reasons += [keeper.no_room.get(stream) for keeper in self._of(lane)]
+        return next(filter(None, reasons), None)
 
     def no_room(self, lane: Lane | None) -> Mapping[str, str]:
         """What some models and samplers wait for while others go on."""
@@ -158,9 +159,9 @@ class Crew:
         least = places(self._settings.train_workers, self._bounds.least)
         return [keeper for place, keeper in self._keepers.items() if place in least]
 
-    @property
-    def replay(self) -> Replay | None:
-        return self._trainer.replay
+    def replay(self, lane: Lane | None) -> Replay | None:
+        """Nobody who draws samples waits for it, if those do that have nothing else to do."""
+        return self._trainer.replay if self._trainer in self._of(lane) else None
 
     def figures(self) -> Iterable[Figure]:
         if not self._replicas:

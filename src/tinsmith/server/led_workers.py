@@ -104,8 +104,8 @@ class LedWorkers:
         those = self._of(base_model).of(lane)
         return those.held_up or those.no_room.get(stream)
 
-    def replay(self, base_model: str) -> Replay | None:
-        return self._of(base_model).replay
+    def replay(self, base_model: str, lane: Lane | None = None) -> Replay | None:
+        return self._of(base_model).of(lane).replay
 
     def figures(self, base_model: str) -> Iterable[Figure]:
         return self._of(base_model).figures

@@ -334,8 +334,8 @@ class SharedWorkers:
             return f"no server can start the workers: {self._cannot_lead.rstrip('.')}; it is tried again and again"
         return self._now.held_up(base_model, stream, lane)
 
-    def replay(self, base_model: str) -> Replay | None:
-        return self._now.replay(base_model)
+    def replay(self, base_model: str, lane: Lane | None = None) -> Replay | None:
+        return self._now.replay(base_model, lane)
 
     def figures(self, base_model: str) -> Iterable[Figure]:
         return self._now.figures(base_model)

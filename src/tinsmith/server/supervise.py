@@ -84,8 +84,8 @@ class WorkerProcesses:
     def no_room(self, base_model: str, lane: Lane | None) -> Mapping[str, str]:
         return self._crews[base_model].no_room(lane) if base_model in self._crews else {}
 
-    def replay(self, base_model: str) -> Replay | None:
-        return self._crews[base_model].replay if base_model in self._crews else None
+    def replay(self, base_model: str, lane: Lane | None = None) -> Replay | None:
+        return self._crews[base_model].replay(lane) if base_model in self._crews else None
 
     def figures(self, base_model: str) -> Iterable[Figure]:
         return self._crews[base_model].figures() if base_model in self._crews else ()

@@ -76,8 +76,8 @@ class Workers(Protocol):
         or sampler. Without a kind: what any of its workers waits for.
         """
 
-    def replay(self, base_model: str) -> Replay | None:
-        """Which model is being built again, if one is, and how far it is."""
+    def replay(self, base_model: str, lane: Lane | None = None) -> Replay | None:
+        """Which model is being built again, if one is, by those who do this kind of work, and how far it is."""
 
     def figures(self, base_model: str) -> Iterable[Figure]:
         """What its workers have counted, for the page of metrics."""

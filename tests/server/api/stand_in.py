@@ -94,7 +94,7 @@ class StandInWorkers:
     def held_up(self, base_model: str, stream: str = "", lane: str | None = None) -> str | None:
         return self.trouble
 
-    def replay(self, base_model: str) -> Replay | None:
+    def replay(self, base_model: str, lane: str | None = None) -> Replay | None:
         return self.replaying
 
     def figures(self, base_model: str) -> Sequence[Figure]:

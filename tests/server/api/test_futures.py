@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -107,6 +108,27 @@ def test_a_first_poll_tells_of_a_halt_that_began_before(patient: RunningServer) 
     request_id = step(patient, model_id, 1).json()["request_id"]
     patient.workers.trouble = FULL
     assert numbered_poll(patient, request_id, 0).json()["queue_state_reason"] == FULL
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_of_work_that_stands_still_the_first_poll_tells_and_all_others_wait(
+    impatient: RunningServer, served: bool
+) -> None:
+    model = "tiny/model-1"
+    status = Status(
+        request_id="s:1", kind="forward", owner="ann", base_model=model, state="queued", outcome=None, is_held_up=False
+    )
+    impatient.workers.ready = False
+    services = SimpleNamespace(workers=impatient.workers, models={model: None} if served else {})
+
+    def looks(number: int) -> list[bool]:
+        request = SimpleNamespace(headers={"x-tinker-request-iteration": str(number)})
+        call: Any = SimpleNamespace(services=services, request=request)
+        halts = futures._halts(call, status.request_id)
+        return [halts(status) for _ in range(3)]
+
+    assert looks(0) == [False, True, True]
+    assert looks(1) == looks(2) == [False, False, False]
 
 
 def test_a_database_out_of_reach_is_a_pause_for_those_who_wait_and_a_503_for_those_who_submit(

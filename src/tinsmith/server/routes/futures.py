@@ -105,7 +105,10 @@ async def _result(call: Call, request: FutureRetrieveRequest, status: Status) ->
 
 
 async def _pending(call: Call, status: Status) -> Response:
-    reason = await _missing(call, status) if status.is_held_up else _why_paused(call, status)
+    if status.is_held_up:
+        reason: str | None = await _missing(call, status)
+    else:
+        reason = _reason(call, status.request_id, status.base_model, _lane(status))
     if reason is None:
         return reply(TryAgainResponse(request_id=status.request_id), status=408)
     return _paused(status.request_id, reason)
@@ -132,36 +135,34 @@ def _halts(call: Call, request_id: str) -> Callable[[Status], bool]:
     What is over at the next look was no halt.
     """
     is_first = call.request.headers.get("x-tinker-request-iteration") == "0"
-    lanes = [(base_model, lane) for base_model in call.services.models for lane in _LANES]
-    known = {of for of in lanes if not is_first and _reason(call, request_id, *of) is not None}
+    lanes: list[tuple[str | None, Lane]] = [(model, lane) for model in call.services.models for lane in _LANES]
+    went_on = {of for of in lanes if _reason(call, request_id, *of) is None}
     was_seen = False
 
     def halts(status: Status) -> bool:
         nonlocal was_seen
-        lasts, was_seen = was_seen, _why_paused(call, status) is not None
+        where = status.base_model, _lane(status)
+        lasts, was_seen = was_seen, _reason(call, request_id, *where) is not None
         if not was_seen:
-            known.clear()
-        return was_seen and lasts and (status.base_model, _lane(status)) not in known
+            went_on.add(where)
+        return was_seen and lasts and (is_first or where in went_on)
 
     return halts
-
-
-def _why_paused(call: Call, status: Status) -> str | None:
-    if status.base_model is None:
-        return None
-    return _reason(call, status.request_id, status.base_model, _lane(status))
 
 
 def _lane(status: Status) -> Lane:
     return "sample" if status.kind == "sample" else "train"
 
 
-def _reason(call: Call, request_id: str, base_model: str, lane: Lane) -> str | None:
+def _reason(call: Call, request_id: str, base_model: str | None, lane: Lane) -> str | None:
+    """Why nothing is done about this operation at the moment."""
+    if base_model is None:
+        return None
     workers, stream = call.services.workers, request_id.rpartition(":")[0]
     if not workers.is_ready(base_model, lane):
         what = "being loaded" if base_model in call.services.models else "not served at the moment"
         return workers.held_up(base_model, lane=lane) or f"{base_model} is {what}"
-    return workers.held_up(base_model, stream, lane) or _replay(workers.replay(base_model), stream)
+    return workers.held_up(base_model, stream, lane) or _replay(workers.replay(base_model, lane), stream)
 
 
 def _replay(replay: Replay | None, stream: str) -> str | None:
