@@ -4,7 +4,7 @@ Discrete events, reproducible from the seed. The real `schedule` and the real ro
 measured on one GPU and one server (`_measured.py` names the source of every figure, and what is assumed). The trace is
 in `_tenants.py`, the machinery in `_cluster.py`. docs/explain/scale.md tells what came of it.
 
-    python bench/simulate.py                          the table of sizes, and the routing policies: under two minutes
+    python bench/simulate.py                          the table of sizes, and the routing policies: a minute or two
     python bench/simulate.py --gpus 64 --load 1.2     one size, with more work than the GPUs can do
 """
 

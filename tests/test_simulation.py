@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-BENCH = Path(__file__).parent.parent / "bench"
+ROOT = Path(__file__).parent.parent
+BENCH = ROOT / "bench"
 GPUS, TENANTS = 8, 24
 
 
@@ -79,3 +81,43 @@ def test_prompts_are_found_in_the_cache_more_often_with_the_router_than_at_rando
         for policy in ("prefix, then load", "random")
     }
     assert found["prefix, then load"] > found["random"] + 0.1
+
+
+def figures(page: str, row: str) -> list[float]:
+    """Those in the row with this name."""
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    (cells,) = (line.removeprefix(f"| {row} |") for line in lines if line.startswith(f"| {row} |"))
+    return [float(figure.replace(",", "")) for figure in re.findall(r"\d[\d,]*(?:\.\d+)?", cells)]
+
+
+def test_what_things_cost_is_what_the_pages_say_was_measured(simulate: ModuleType) -> None:
+    import _measured as measured
+
+    def gpu(row: str) -> list[float]:
+        return figures("explain/performance.md", row)
+
+    def server(row: str) -> list[float]:
+        return figures("reference/benchmarks.md", row)
+
+    small, large = measured.SMALL, measured.LARGE
+    assert gpu("train 1.7B, 8 x 2,048")[0] == small.train_tokens_per_second
+    assert gpu("train 8B, 4 x 2,048")[0] == large.train_tokens_per_second
+    assert gpu("decode 1.7B, batch 1")[0] == pytest.approx(1e3 * small.decode_step(1))
+    assert gpu("decode 1.7B, batch 256, eight adapters")[0] == pytest.approx(256 / small.decode_step(256))
+    decode, *_, reading = gpu("decode 8B, batch 64")[:3]
+    assert [decode, reading] == pytest.approx([1e3 * large.decode_step(64), 1e3 * large.decode_step(1)])
+    assert gpu("weights of a step to the sampler")[0] == pytest.approx(1e3 * measured.WEIGHTS_TO_SAMPLER_SECONDS)
+
+    assert server("sample with a prompt of 120 tokens") == pytest.approx([1e3 * measured.API.sample])
+    training = server("training operation, `forward_backward` and `optim_step` by turns, one at a time")
+    assert training == pytest.approx([1e3 * measured.API.train])
+    of = {"claimed": (" where 10 owners have work", " where 10,000 owners have work"), "submitted": ("", " at once")}
+    asking = []
+    for verb, name in (("submitted", "submit"), ("claimed", "claim"), ("begun", "begin"), ("completed", "complete")):
+        few, many = of.get(verb, ("", ""))
+        one, all_ = server(f"1 {verb}{few}"), server(f"64 {verb}{many}")
+        asking.append(one[1])
+        for store, column in ((measured.SQLITE, 0), (measured.POSTGRES, 2)):
+            costs = getattr(store, name)
+            assert [one[column], all_[column]] == pytest.approx([1e3 * costs.one, 1e3 * costs.many])
+    assert sum(asking[1:]) == pytest.approx(1e3 * measured.POSTGRES.asking)
