@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
 
 import huggingface_hub.constants
 import pytest
 
+from tests.support.hub import NOWHERE, Hub, run_python
 from tests.support.tiny_tokenizer import CHATML_CONFIG, byte_level_bpe, cache_folder, write_folder
 from tinsmith.client import tokenizers as module
 from tinsmith.client.tokenizers import TokenizerSource, get_tokenizer
@@ -51,16 +47,6 @@ def no_connections(monkeypatch: pytest.MonkeyPatch) -> None:
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
-
-
-def run_python(code: str, **environment: str) -> str:
-    """What a fresh interpreter prints: the variables of huggingface_hub are read when it is imported."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | {"NO_PROXY": "127.0.0.1"}
-    finished = subprocess.run(
-        [sys.executable, "-c", code], env=kept | environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout.strip()
 
 
 class Loads:
@@ -436,65 +422,13 @@ print(json.dumps([
     assert json.loads(printed) == ["moonshotai/Kimi-K2-Thinking", [0, 1, 2], "cb", [0, 1, 3], "ab1"]
 
 
-class Hub:
-    """A model hub on loopback with one repository; it remembers which files were asked for."""
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self.files = files
-        self.fetched: set[str] = set()
-
-    def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
-        name = path.rpartition("/")[2]
-        if "/org/gated" in path:
-            return 403, {"X-Error-Code": "GatedRepo"}, b"{}"
-        if "/org/tiny" not in path:
-            return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
-        if path.startswith("/api/models/org/tiny/tree/"):
-            tree = [{"type": "file", "path": n, "size": len(c), "oid": n} for n, c in self.files.items()]
-            return 200, {}, json.dumps(tree).encode()
-        if path.startswith("/api/models/org/tiny"):
-            siblings = [{"rfilename": name} for name in self.files]
-            return 200, {}, json.dumps({"id": "org/tiny", "sha": "5" * 40, "siblings": siblings}).encode()
-        self.fetched.add(name)
-        return 200, {"ETag": f'"{name}"', "X-Repo-Commit": "5" * 40}, self.files[name]
-
-
-@contextmanager
-def served(hub: Hub) -> Iterator[str]:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, headers, body = hub.answer(self.path.partition("?")[0])
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
-
-        def do_HEAD(self) -> None:
-            self.do_GET()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_online_only_the_files_of_the_tokenizer_are_fetched(tmp_path: Path) -> None:
     folder = write_folder(
         tmp_path / "made",
         files={"tokenizer_config.json": CHATML_CONFIG, "chat_template.jinja": "{{ messages[0].content }}"},
     )
-    hub = Hub(
-        {path.name: path.read_bytes() for path in folder.iterdir()} | {"model.safetensors": b"x", "README.md": b"x"}
-    )
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    hub = Hub("org/tiny", files | {"model.safetensors": b"x", "README.md": b"x"})
     code = """
 from tinsmith.client.tokenizers import get_tokenizer
 from tinsmith.errors import TokenizerError
@@ -506,8 +440,8 @@ for name in ("org/gated", "org/none"):
     except TokenizerError as error:
         print(error)
 """
-    with served(hub) as address:
-        printed = run_python(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"), HF_HUB_DISABLE_TELEMETRY="1")
+    with hub.served() as address:
+        printed = run_python(code, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
 
     assert hub.fetched == {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
     tokenizer, gated, missing = printed.splitlines()
@@ -525,7 +459,7 @@ try:
 except TokenizerError as error:
     print(error)
 """
-    printed = run_python(code, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME=str(tmp_path))
+    printed = run_python(code, HF_ENDPOINT=NOWHERE, HF_HOME=str(tmp_path))
 
     assert printed.startswith("No tokenizer for 'org/tiny': ")
     assert printed.endswith("Check the connection, or place the files yourself and use offline=True.")
