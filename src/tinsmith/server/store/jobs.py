@@ -18,6 +18,7 @@ from tinsmith.server.store.ids import stream_of
 from tinsmith.server.store.leading import Lead
 from tinsmith.server.store.models import check_count, insert_model
 from tinsmith.server.store.outcomes import outcome_values, result_values
+from tinsmith.server.store.posts import Post
 from tinsmith.server.store.queue import Arrivals, Queue
 from tinsmith.server.store.recent_samples import add_samples
 from tinsmith.server.store.records import (
@@ -164,6 +165,7 @@ class Jobs:
             where=turns.c.turn < insert_turn.excluded.turn,
         )
         self._last_owner: dict[tuple[str, str], str] = {}
+        self._post = Post(database, lead)
 
     # Submitting
 
@@ -235,12 +237,19 @@ class Jobs:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
-            self._lead.check(connection)
+            self._post.check(connection)
             pick = _PICK if not without else _PICK.where(jobs.c.stream.not_in(without))
             claims = (self._claim(connection, where, worker, lane, *room, pick) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
         return self._database.write(write, durable=False)
+
+    def take_post(self, base_model: str, place: str) -> None:
+        """From now on nobody works there who began before: one that is out of reach of all but the database, say.
+
+        Done once by a process: who was replaced while the database was away does not come back.
+        """
+        self._post.take(base_model, place)
 
     def _waiting(self, connection: sa.Connection, where: Mapping[str, str]) -> Sequence[str]:
         self._lead.check(connection)
@@ -341,7 +350,7 @@ class Jobs:
         values = {"begun": list(request_ids), "by": worker, "more": 1}
 
         def write(connection: sa.Connection) -> None:
-            self._lead.check(connection)
+            self._post.check(connection)
             connection.execute(_BEGIN, values)
 
         self._database.write(write, durable=False)
@@ -380,7 +389,7 @@ class Jobs:
         failed = Failed(error=error, category="server")
 
         def write(connection: sa.Connection) -> list[str]:
-            self._lead.check(connection)
+            self._post.check(connection)
             connection.execute(_FORGIVE, {"begun": list(forgiven)})
             given_up = dict.fromkeys(connection.scalars(hopeless), failed)
             # Of what is left of an operation, nobody knows; so it is done to its end, as by a worker that lives.

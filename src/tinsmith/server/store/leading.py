@@ -43,10 +43,7 @@ _kept_to_the_end: list[_SessionLock] = []
 
 
 class ReplacedError(Exception):
-    """Another server leads by now, so this one's workers must not work any more."""
-
-    def __init__(self, leader: str) -> None:
-        super().__init__(f"another server runs the workers of this database now: {leader}")
+    """Others do the work of this process by now, so it must not work any more."""
 
 
 class Leader(NamedTuple):
@@ -129,7 +126,7 @@ class Lead:
             connection.execute(_READ_NAME)
             leader = connection.scalar(sa.select(identity.c.used_by))
             if leader != self._name:
-                raise ReplacedError(str(leader))
+                raise ReplacedError(f"another server runs the workers of this database now: {leader}")
 
     def hold_as_worker(self) -> None:
         """Nobody else starts workers before this process has ended."""

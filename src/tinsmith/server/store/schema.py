@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0006"
+REVISION = "0007"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -58,6 +58,14 @@ bulletin = sa.Table(
     sa.Column("leader", sa.Text, primary_key=True),
     sa.Column("number", sa.BigInteger, nullable=False),
     sa.Column("content", sa.LargeBinary, nullable=False),
+)
+
+posts = sa.Table(
+    "posts",  # which process works on a base model in a place: the last that began there
+    metadata,
+    sa.Column("base_model", sa.Text, primary_key=True),
+    sa.Column("place", sa.Text, primary_key=True),
+    sa.Column("holder", sa.Text, nullable=False),
 )
 
 _ACTIVE = sa.text("state = 'active'")
