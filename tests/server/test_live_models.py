@@ -62,6 +62,7 @@ def test_a_model_goes_on_from_its_snapshot_and_its_data_are_forgotten(bench: Wor
     with bench.worker():
         bench.result(bench.step(MODEL, 6))
         losses += bench.losses(bench.train(MODEL, range(7, 9)))
+        bench.result(f"{MODEL}:8")
     assert losses == expected
     assert snapshots(bench) == ["7", "8"]
     assert replayed(bench) == 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,12 +18,15 @@ import numpy as np
 import pytest
 
 from tests.server.workbench import Workbench
-from tinsmith.server import weights_exchange, weights_sources
+from tinsmith.server import sampling_weights, weights_exchange, weights_sources
 from tinsmith.server.engine.adapter_files import PackedAdapter, pack
 from tinsmith.server.engine.adapters import FrozenAdapter
+from tinsmith.server.full_disk import WaitError
+from tinsmith.server.live_models import LiveModels
 from tinsmith.server.messages import Role
 from tinsmith.server.store.records import Failed, NewJob
 from tinsmith.server.weights_exchange import Answer, Parcel, PublishedWeights, ReceivedWeights, WeightsWanted
+from tinsmith.wire import proto
 
 REPLICA = "sample-0"
 
@@ -350,3 +355,164 @@ def test_only_new_samplers_wait_for_weights_that_nobody_has_asked_for(
             monkeypatch.setattr(weights_sources, "NEW", age)
             pair.replica.tokens(pair.sample(sampler, 0))
     assert patience == {new: weights_sources.ON_THEIR_WAY_SECONDS, old: 0.0, follower: 0.0}
+
+
+# --- weights that come late, or not at all ---
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        time.sleep(0.01)
+
+
+def until_waiting(pair: Pair, sampler: str) -> None:
+    until(lambda: sampler in pair.replica.no_room)
+
+
+def logprobs(bench: Workbench, request_id: str) -> list[float]:
+    found = proto.decode_sample_response(bench.result(request_id)).sequences[0].logprobs
+    assert found is not None
+    return list(found)
+
+
+def held_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    reached, go_on = threading.Event(), threading.Event()
+    real = pair.trainer.engine.forward_backward
+
+    def slow(rows: Any) -> Any:
+        reached.set()
+        assert go_on.wait(60)
+        return real(rows)
+
+    monkeypatch.setattr(pair.trainer.engine, "forward_backward", slow)
+    return reached, go_on
+
+
+def test_a_late_answer_is_not_for_samples_that_came_after_it(
+    pair: Pair, alone: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with alone.worker():
+        model = trained(alone)
+        train(alone, model, range(5, 9))
+        expected = logprobs(alone, alone.sample(alone.following_sampler(model), 1, max_tokens=8, temperature=0.5))
+    with pair.training(), pair.sampling():
+        model = trained(pair.trainer)
+        follower = pair.trainer.following_sampler(model)
+        reached, go_on = held_up(pair, monkeypatch)
+        data = pair.trainer.data(model, 5, first=5)
+        assert reached.wait(60)
+        given_up = pair.sample(follower, 0)
+        until_waiting(pair, follower)
+        assert pair.replica.store.jobs.cancel(given_up, "ann") == "cancelled"
+        go_on.set()
+        pair.trainer.result(data)
+        pair.trainer.step(model, 6)
+        train(pair.trainer, model, range(7, 9))
+        # The steps are done, and their client knows it.
+        assert logprobs(pair.replica, pair.sample(follower, 1)) == pytest.approx(expected, abs=1e-5)
+
+
+def test_weights_that_nobody_waits_for_any_more_are_let_go(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy stays in memory for each sampler whose sample was given up, or went to another replica."""
+    monkeypatch.setattr(weights_sources, "MAX_IN_MEMORY", 2)
+    pair.is_sent = False
+    with pair.training(), pair.sampling():
+        model = trained(pair.trainer)
+        samplers = [pair.trainer.copied_sampler(model, seq_id) for seq_id in range(5, 9)]
+        asked: list[Future[Any]] = []
+        monkeypatch.setattr(pair, "published", _HeldBack(pair.published, asked))
+        for number, sampler in enumerate(samplers):
+            job = pair.sample(sampler, number)
+            until_waiting(pair, sampler)
+            assert pair.replica.store.jobs.cancel(job, "ann") == "cancelled"
+        sources = [each for each in gc.get_objects() if type(each) is weights_sources.SentWeights]
+        for answer, real in asked:
+            answer.set_result(real.result(60))
+        pair.replica.tokens(pair.sample(pair.replica.base_sampler(), 9))
+        left = sum(len(each._coming) for each in sources)
+        assert left <= 2, f"{left} sets of weights that nobody waits for"
+
+
+class _HeldBack:
+    """Answers when a test lets it."""
+
+    def __init__(self, published: Any, asked: list[Any]) -> None:
+        self._published, self._asked = published, asked
+
+    def ask(self, wanted: WeightsWanted) -> Future[Any]:
+        answer: Future[Any] = Future()
+        self._asked.append((answer, self._published.ask(wanted)))
+        return answer
+
+
+def test_weights_that_cannot_be_made_fail_their_sample_and_not_the_trainer(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with one worker, whose error is that of the sample."""
+    with pair.training():
+        follower = pair.trainer.following_sampler(trained(pair.trainer))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("CUDA out of memory")
+
+    monkeypatch.setattr(LiveModels, "rebuilt", fail)
+    with pair.training(), pair.sampling():
+        failing = pair.sample(follower, 0)
+        assert isinstance(pair.replica.outcome(failing), Failed)
+        assert pair.trainer.died_of is None
+
+
+def test_weights_that_have_to_wait_are_asked_for_again_and_who_waits_hears_why(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No question stays open: a replica can have only so many, and others ask, too."""
+
+    class Away(WaitError):
+        promise = "it is done when that is back"
+
+    with pair.training():
+        follower = pair.trainer.following_sampler(trained(pair.trainer))
+    real, is_away = LiveModels.rebuilt, True
+
+    def rebuilt(*arguments: Any, **options: Any) -> Any:
+        if is_away:
+            raise Away("the storage is out of reach")
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(LiveModels, "rebuilt", rebuilt)
+    with pair.training(), pair.sampling():
+        waiting = pair.sample(follower, 0)
+        until(lambda: "the storage is out of reach" in pair.replica.no_room.get(follower, ""))
+        assert pair.published is not None
+        assert pair.published.wanted() == []
+        is_away = False
+        assert len(pair.replica.tokens(waiting)) == 8
+    assert len(pair.asked) > 1
+
+
+def test_an_answer_that_does_not_fit_into_memory_is_an_error() -> None:
+    class Heavy(np.ndarray):  # type: ignore[type-arg]
+        def copy(self, order: Any = "C") -> Any:
+            raise MemoryError
+
+    flat = np.zeros(8, np.uint8).view(Heavy)
+    weights, _ = received({"a": Parcel("a", PackedAdapter({}, "float32", flat))})
+    answer = weights.get(WeightsWanted("a", "ann"))
+    with pytest.raises(MemoryError):
+        answer.result(1)
+
+
+def test_the_trainer_does_not_hold_on_to_weights_that_it_has_put_where_replicas_read_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put is a copy; on a GPU those that it was made from would take memory that nobody counts."""
+    monkeypatch.setattr(sampling_weights, "MAX_IN_MEMORY", 2)
+    made: list[weakref.ref[FrozenAdapter]] = []
+    monkeypatch.setattr(pair, "_put", lambda frozen: (made.append(weakref.ref(frozen)), pack(frozen))[1])
+    with pair.training():
+        model = trained(pair.trainer)
+        for seq_id in range(5, 13):
+            pair.trainer.copied_sampler(model, seq_id)
+        until(lambda: len(made) == 8)
+        gc.collect()
+        assert sum(each() is not None for each in made) <= 3

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -58,12 +59,19 @@ class Refusal(NamedTuple):
     is_lost: bool
 
 
-Answer: TypeAlias = Parcel | Refusal
+class NotYet(NamedTuple):
+    """They have to wait for something; whoever wants them asks again, and tells the reason meanwhile."""
+
+    reason: str
+
+
+Answer: TypeAlias = Parcel | Refusal | NotYet
 
 
 class _Published(NamedTuple):
     parcel: Parcel
-    frozen: FrozenAdapter
+    frozen: weakref.ref[FrozenAdapter]
+    """What it was made from, which may be gone: who trains has no room for all of them."""
 
 
 class PublishedWeights:
@@ -110,7 +118,8 @@ class PublishedWeights:
             answers = [answer for wanted in content for answer in self._wanted.pop(wanted)]
         self._sender.submit(self._put_and_send, name, frozen, seq_id, answers)
 
-    def refuse(self, wanted: WeightsWanted, refusal: Refusal) -> None:
+    def refuse(self, wanted: WeightsWanted, refusal: Refusal | NotYet) -> None:
+        """`NotYet` answers at once, too: of the questions that a replica can have open, these must not take all."""
         with self._lock:
             answers = self._wanted.pop(wanted, [])
         for answer in answers:
@@ -121,7 +130,7 @@ class PublishedWeights:
     def _put_and_send(self, name: str, frozen: FrozenAdapter, seq_id: int, answers: list[Future[Answer]]) -> None:
         """What was put before is neither put nor sent again."""
         before = self._published.get(name)
-        is_new = before is None or before.frozen is not frozen
+        is_new = before is None or before.frozen() is not frozen
         try:
             parcel = Parcel(name, self._put(frozen) if before is None or is_new else before.parcel.weights, seq_id)
             if is_new:
@@ -132,7 +141,7 @@ class PublishedWeights:
                 answer.set_exception(error)
             return
         with self._lock:
-            self._published[name] = _Published(parcel, frozen)
+            self._published[name] = _Published(parcel, weakref.ref(frozen))
             self._published.move_to_end(name)
             while len(self._published) > MAX_PUBLISHED:
                 self._published.popitem(last=False)
@@ -194,7 +203,10 @@ class ReceivedWeights:
             if sent is not None and sent.seq_id >= wanted.at_least:
                 answer.set_result(self._unused.pop(wanted.name))
                 return answer
+            before = self._awaited.get(wanted.name)
             awaited = self._awaited[wanted.name] = _Awaited(wanted, answer)
+        if before is not None:
+            before.answer.set_result(NotYet("the weights of this sampler were asked for once more"))
         if not self._is_sent_to or not wait([answer], patience_seconds).done:
             self._ask(wanted).add_done_callback(partial(self._answered, awaited))
         return answer
@@ -203,9 +215,14 @@ class ReceivedWeights:
         name = awaited.wanted.name
         error = asked.exception()
         if error is None and isinstance(parcel := asked.result(), Parcel):
-            if self._awaited.get(name) is awaited:  # else it was sent meanwhile
+            if self._awaited.get(name) is not awaited:  # it was sent meanwhile
+                return
+            try:
                 self._take(parcel)
-            return
+            except Exception as failed:  # noqa: BLE001 - there may be no memory for a copy; whoever waits asks again
+                error = failed
+            else:
+                return
         with self._lock:
             if self._awaited.get(name) is not awaited:
                 return

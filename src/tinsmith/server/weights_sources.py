@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from tinsmith.errors import InvalidInputError
 from tinsmith.server.checks import check_sampler
@@ -18,11 +19,22 @@ from tinsmith.server.full_disk import WaitError
 from tinsmith.server.live_models import LiveModels
 from tinsmith.server.sampling_weights import MAX_IN_MEMORY, SamplingWeights
 from tinsmith.server.snapshots import LostError
+from tinsmith.server.soundness import check_engine
 from tinsmith.server.spilled import Spilled
-from tinsmith.server.store import Store
+from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
 from tinsmith.server.store.records import CheckpointKey, Model, Sampler
-from tinsmith.server.weights_exchange import Answer, PublishedWeights, ReceivedWeights, Refusal, WeightsWanted
+from tinsmith.server.weights_exchange import (
+    Answer,
+    NotYet,
+    Parcel,
+    PublishedWeights,
+    ReceivedWeights,
+    Refusal,
+    WeightsWanted,
+)
+
+log = logging.getLogger(__name__)
 
 AT_ONCE_SECONDS = 0.1
 """So long others wait while weights are fetched; what takes longer, only the sampler itself waits for."""
@@ -30,11 +42,13 @@ ON_THEIR_WAY_SECONDS = 0.01
 """Weights of a new sampler are sent to all replicas; one that the first sample reaches before them waits so long."""
 NEW = timedelta(seconds=1)
 RETRY_SECONDS = 1.0
+MAX_BEGINNINGS = 4096
+"""Samples of which a replica remembers when they were to begin."""
 
 
 class WeightsSource(Protocol):
-    def of(self, sampler: Sampler) -> FrozenAdapter | None:
-        """None for the base model."""
+    def of(self, sampler: Sampler, request_id: str) -> FrozenAdapter | None:
+        """For this sample; None for the base model."""
 
 
 class ComingError(WaitError):
@@ -53,13 +67,13 @@ class ComingError(WaitError):
 
 
 class AwayError(WaitError):
-    """Nobody can be asked for the weights at the moment."""
+    """The weights are not to be had at the moment."""
 
     promise = "its samples are drawn when that is over"
     is_urgent = True
 
-    def __init__(self) -> None:
-        super().__init__("the worker that has the weights of this sampler is being started again")
+    def __init__(self, why: str = "the worker that has the weights of this sampler is being started again") -> None:
+        super().__init__(why)
         self._retry_at = time.monotonic() + RETRY_SECONDS
 
     @property
@@ -75,7 +89,7 @@ class OwnWeights(WeightsSource):
         self._weights = weights
         self._live = live
 
-    def of(self, sampler: Sampler) -> FrozenAdapter | None:
+    def of(self, sampler: Sampler, request_id: str = "") -> FrozenAdapter | None:
         if sampler.model_id is None or sampler.model_seq_id is not None:
             return self._weights.get(sampler, self._rebuilt)
         model = followed(self._store, sampler)
@@ -96,8 +110,11 @@ class OwnWeights(WeightsSource):
             ) from error
 
 
-def publish_wanted(published: PublishedWeights, own: OwnWeights, store: Store) -> None:
-    """Makes what replicas have asked for. What has to wait for files is tried again at the next call."""
+def publish_wanted(published: PublishedWeights, own: OwnWeights, store: Store, engine: Engine) -> None:
+    """Makes what replicas have asked for. What has to wait for files is asked for again.
+
+    An error of ours is that of the samples that wait, unless the engine is lost with it.
+    """
     for wanted in published.wanted():
         try:
             # All that is done is in the weights, since nothing is being done while we are here.
@@ -111,8 +128,15 @@ def publish_wanted(published: PublishedWeights, own: OwnWeights, store: Store) -
             published.publish(wanted.name, frozen, seq_id)
         except InvalidInputError as error:
             published.refuse(wanted, Refusal(error.message, is_lost=isinstance(error, LostError)))
-        except WaitError:
-            continue
+        except WaitError as error:
+            published.refuse(wanted, NotYet(str(error)))
+        except StoreUnavailableError:
+            raise
+        except Exception as error:
+            log.exception("The weights of %s could not be made.", wanted.name)
+            check_engine(engine)
+            why = f"The server failed to make the weights of this sampler ({type(error).__name__}); see its log."
+            published.refuse(wanted, Refusal(why, is_lost=True))
 
 
 class SentWeights(WeightsSource):
@@ -127,18 +151,24 @@ class SentWeights(WeightsSource):
         self._spilled = spilled
         self._received = received
         self._kept: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
-        self._coming: dict[str, Future[Answer]] = {}
+        self._coming: OrderedDict[str, Future[Answer]] = OrderedDict()
+        """Whoever waits for one may be given up, or go to another replica: then it is not fetched."""
+        self._beginnings: OrderedDict[str, int] = OrderedDict()
+        """Of samples that wait: the operation that was the last one when they were to begin."""
 
-    def of(self, sampler: Sampler) -> FrozenAdapter | None:
+    def of(self, sampler: Sampler, request_id: str) -> FrozenAdapter | None:
         if sampler.model_id is None:
             return self._weights.get(sampler, _not_from_a_model)
         wanted = self._wanted(sampler)
+        if wanted.model_id is not None:  # newer ones may be done before any weights have come
+            wanted = wanted._replace(at_least=self._beginnings.setdefault(request_id, wanted.at_least))
+            _bound(self._beginnings, MAX_BEGINNINGS)
         kept = self._kept.get(wanted.name)
         if kept is None or kept[0] < wanted.at_least:
             kept = self._kept[wanted.name] = self._fetched(wanted, sampler)
-            while len(self._kept) > MAX_IN_MEMORY:
-                self._kept.popitem(last=False)
+            _bound(self._kept, MAX_IN_MEMORY)
         self._kept.move_to_end(wanted.name)
+        self._beginnings.pop(request_id, None)
         return kept[1]
 
     def _wanted(self, sampler: Sampler) -> WeightsWanted:
@@ -154,16 +184,23 @@ class SentWeights(WeightsSource):
             if wanted.model_id is not None or not self._spilled.exists(sampler.sampler_id):
                 raise AwayError
             return -1, self._written(sampler)
+        if isinstance(answer, NotYet):
+            raise AwayError(answer.reason)
         if isinstance(answer, Refusal):
             kind = LostError if answer.is_lost else InvalidInputError
             raise kind(answer.message, field="sampling_session_id")
         return answer.seq_id, adapter_files.unpack(answer.weights, self._engine.model)
 
     def _answer(self, wanted: WeightsWanted, patience_seconds: float) -> Answer | None:
-        """None if the trainer is away. An answer that has come late counts, although the model may be newer by now."""
-        answer = self._coming.pop(wanted.name, None) or self._received.get(wanted, patience_seconds)
-        if not wait([answer], AT_ONCE_SECONDS).done:
+        """None if the trainer is away. An answer that has come late may be too old for a sample that came after it was
+        asked for.
+        """
+        answer = self._coming.pop(wanted.name, None)
+        if answer is None or _is_older(answer, wanted.at_least):
+            answer = self._received.get(wanted, patience_seconds)
+        if not wait([answer], AT_ONCE_SECONDS).done or _is_older(answer, wanted.at_least):
             self._coming[wanted.name] = answer
+            _bound(self._coming, MAX_IN_MEMORY)
             answer.add_done_callback(lambda _: self._received.ring())
             raise ComingError(answer)
         return None if answer.exception() else answer.result()
@@ -173,6 +210,19 @@ class SentWeights(WeightsSource):
             return adapter_files.read_frozen(self._spilled.path(sampler.sampler_id), self._engine.model)
         except DamagedError as error:
             raise AwayError from error  # who trains the model can make them again
+
+
+def _is_older(answer: Future[Answer], at_least: int) -> bool:
+    if not answer.done() or answer.exception() is not None:
+        return False
+    found = answer.result()
+    return isinstance(found, Parcel) and found.seq_id < at_least
+
+
+def _bound(kept: OrderedDict[str, Any], most: int) -> None:
+    """The oldest go."""
+    while len(kept) > most:
+        kept.popitem(last=False)
 
 
 def _is_new(sampler: Sampler) -> bool:

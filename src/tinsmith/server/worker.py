@@ -140,8 +140,10 @@ class Worker:
         self._recover()
         look_again = 0.0
         while not self._bell.is_closed:
-            now = time.monotonic()
-            if self._bell.rang() or self._may_claim or now >= look_again:
+            now, rang = time.monotonic(), self._bell.rang()
+            if self._bell.is_closed:  # whoever comes after us may be at work already
+                break
+            if rang or self._may_claim or now >= look_again:
                 self._may_claim, look_again = False, now + LOOK_AGAIN_SECONDS
                 self._look()
             if not self._step() and not self._may_claim:
@@ -175,6 +177,7 @@ class Worker:
 
     def _recover(self) -> None:
         """Done at the start alone: a worker that ends late would put back what its successor is working on."""
+        self._store.jobs.take_post(self._base_model, self._place)
         recovered = put_back(self._store, self._base_model, self._last_status, place=self._place, forgiven=self._begun)
         self._begun.clear()
         self._tell_done(recovered.over)
@@ -183,7 +186,7 @@ class Worker:
     def _look(self) -> None:
         """Takes new jobs from the store, and drops what nobody wants any more."""
         if self._published is not None:
-            publish_wanted(self._published, self._own_weights, self._store)
+            publish_wanted(self._published, self._own_weights, self._store, self._engine)
         claim = partial(
             self._store.jobs.claim,
             self._base_model,
@@ -305,7 +308,7 @@ class Worker:
             prompt=request.prompt.to_ints(),
             params=seeded(request.sampling_params, job.request_id),
             num_samples=request.num_samples,
-            adapter=self._weights.of(sampler),
+            adapter=self._weights.of(sampler, job.request_id),
             prompt_logprobs=bool(request.prompt_logprobs),
             topk_prompt_logprobs=request.topk_prompt_logprobs,
             topk_sample_logprobs=request.topk_sample_logprobs,
