@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from tinsmith.errors import ConfigError
 from tinsmith.server import crew, keeper
@@ -153,6 +154,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeper, "FIRST_PAUSE_SECONDS", 0.01)
     monkeypatch.setattr(keeper, "MAX_PAUSE_SECONDS", 0.02)
     monkeypatch.setattr(crew, "SCALE_SECONDS", 0.01)
+    monkeypatch.setattr(crew, "RECOUNT_SECONDS", 0.1)
 
 
 def test_each_has_its_role_and_its_place(tmp_path: Path) -> None:
@@ -546,3 +548,44 @@ def test_what_a_replica_that_was_let_go_did_not_finish_is_drawn_by_others(
 def _unfinished(here: World, requests: list[str]) -> list[str]:
     known = here.store.results.statuses(requests)
     return [request_id for request_id in requests if known[request_id].outcome is None]
+
+
+def test_what_is_over_without_a_word_is_not_counted_for_ever(tmp_path: Path) -> None:
+    """Another server cancels a sample that waits, and its notice, which may be lost, is."""
+
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2)) as here:
+            await here.ready("train", "sample-0")
+            for number in range(100):
+                here.submit(number, [number])
+            await until(lambda: "sample-1" in here.places())
+            for number in range(100):
+                assert here.store.jobs.cancel(f"s:sample:0:{number}", "ann") == "cancelled"
+            await until(lambda: "sample-1" not in here.places())
+
+    run(scenario)
+
+
+def test_what_a_dead_replica_had_is_for_others_also_if_the_database_was_away_when_it_died(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path) as here:
+            await here.ready(*PLACES)
+            request, mine = here.submit(0, [1])
+            other = "sample-1" if mine == "sample-0" else "sample-0"
+            assert here.claim(mine) == [request]
+            real, was_away = here.store.jobs.requeue, False
+
+            def away_once(*arguments: Any, **options: Any) -> list[str]:
+                nonlocal was_away
+                if not was_away:
+                    was_away = True
+                    raise StoreUnavailableError("", {}, sa.exc.InterfaceError("", {}, Exception("away")))
+                return real(*arguments, **options)
+
+            monkeypatch.setattr(here.store.jobs, "requeue", away_once)
+            here.lives.living[mine].end(-9)  # and its successor waits for room, for as long as it takes
+            await until(lambda: here.claim(other) == [request])
+
+    run(scenario)

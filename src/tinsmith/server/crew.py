@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 TRAINER = "train"
 DEAL_SECONDS = 5.0
 """Between two looks at what waits for no replica that is there, in case that one could not be taken."""
+RECOUNT_SECONDS = 30.0
+"""Between two looks at which samples are still to be drawn."""
 SCALE_SECONDS = 1.0
 """Between two looks at how many replicas there should be."""
 ELSEWHERE_SECONDS = 10.0
@@ -110,6 +112,8 @@ class Crew:
         if not self._replicas or job.seq_id is None:
             return ""
         request_id, prompt = ids.request_id(job.stream, job.seq_id), request.prompt.to_ints()
+        if (known := self._router.where(request_id)) is not None:
+            return known  # it is submitted once more
         return self._router.choose(request_id, job.owner, job.sampler_id, prompt, request.num_samples) or ""
 
     def note_elsewhere(self, server: str, samples: int) -> None:
@@ -203,6 +207,7 @@ class Crew:
             await self._put_back("", None)  # whatever a server before this one has left
             await self._deal_to_nobody()  # so that it is counted when it is dealt out
             self._begin(self._deal_again(), "strays")
+            self._begin(self._recount_again(), "recount")
             if self._bounds.most > self._bounds.least:
                 self._begin(self._scale_again(), "number of replicas")
         else:  # who was here before may have had replicas
@@ -254,11 +259,12 @@ class Crew:
             self._router.gone(place)
             if place in self._leaving:
                 self._leaving[place].clear()
-            await self._put_back(place, self._replicas[place].last_status)
+            # Its successor may have to wait for room for ever, and is not started before.
+            while not await self._could_put_back(place, self._replicas[place].last_status):  # noqa: ASYNC110
+                await asyncio.sleep(SCALE_SECONDS)
         await self._deal()
 
     async def _put_back(self, place: str, status: int | None) -> None:
-        """If that fails now, its successor does so."""
         recovered = await asyncio.to_thread(put_back, self._store, self._base_model, status, place=place)
         self._keepers.get(place, self._trainer).told.add("tinsmith_jobs_given_up_total", recovered.num_given_up)
         self._hear(recovered.over)
@@ -302,6 +308,17 @@ class Crew:
             with contextlib.suppress(StoreUnavailableError):  # its workers say so
                 await self._deal()
             await asyncio.sleep(DEAL_SECONDS)
+
+    async def _recount_again(self) -> None:
+        """What another server has settled is told once, and may not be heard: it would count for ever."""
+        before = set[str]()
+        while True:
+            await asyncio.sleep(RECOUNT_SECONDS)
+            long_underway = before & {*self._router.underway}
+            with contextlib.suppress(StoreUnavailableError):  # its workers say so
+                still_open = await asyncio.to_thread(self._store.jobs.still_open, long_underway)
+                self.are_over(long_underway - still_open)
+            before = {*self._router.underway}
 
     async def _deal_to_nobody(self) -> None:
         while strays := await asyncio.to_thread(self._store.jobs.strays, self._base_model, [""]):

@@ -85,6 +85,8 @@ class LedWorkers:
         if not router.loads or job.seq_id is None:
             return ""
         request_id, prompt = ids.request_id(job.stream, job.seq_id), request.prompt.to_ints()
+        if (known := router.where(request_id)) is not None:
+            return known  # it is submitted once more
         return router.choose(request_id, job.owner, job.sampler_id, prompt, request.num_samples) or ""
 
     def are_over(self, request_ids: Sequence[str]) -> None:

@@ -141,6 +141,10 @@ class Router:
         self._underway[request_id] = replica, samples
         return replica
 
+    def where(self, request_id: str) -> str | None:
+        """The replica that this request is underway to."""
+        return self._underway[request_id][0] if request_id in self._underway else None
+
     def busier(self, replica: str) -> list[str]:
         """Who has more than this one should have, if it has less; nobody if it is not there."""
         if replica not in self._loads or self._loads[replica] >= self._part:

@@ -57,14 +57,19 @@ async def accept(
 
 
 async def _enqueue_sample(call: Call, submission: Submission) -> Enqueued:
-    is_new = False
+    """One that is submitted once more still counts as work of its replica if it is not done."""
+    is_open = False
     try:
         enqueued = await _enqueue(call, submission)
-        is_new = enqueued.is_new
+        is_open = enqueued.is_new or await _is_open(call, enqueued.request_id)
     finally:
-        if not is_new and submission.job.seq_id is not None:
+        if not is_open and submission.job.seq_id is not None:
             call.services.workers.are_over([ids.request_id(submission.job.stream, submission.job.seq_id)])
     return enqueued
+
+
+async def _is_open(call: Call, request_id: str) -> bool:
+    return bool(await call.stored(call.store.jobs.still_open, [request_id]))
 
 
 async def _enqueue(call: Call, submission: Submission) -> Enqueued:
