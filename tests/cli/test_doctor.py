@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import sys
 import time
 import tomllib
 from collections import namedtuple
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli.program import KEY, ROOT, Done, InProcess, Program, variables_of
-from tests.support.server import FOREVER, FakeServer, Hang, Reply
+from tests.server.api.running import RunningServer as ApiServer
+from tests.support.server import FOREVER, FakeServer, Hang, Html, Reply
 from tinsmith.cli.doctor_install import EXTRAS
 from tinsmith.sharing import RunningServer, SharedFolder
 
@@ -124,6 +127,26 @@ def test_a_server_that_says_nothing_is_given_up(examine: Any, server: FakeServer
     assert "Request timeout" in found["Server"]["message"]
 
 
+def test_a_server_says_whether_it_is_ready_and_why_not(examine: Any, tmp_path: Path) -> None:
+    with ApiServer(tmp_path / "state") as server:
+        assert examine("--base-url", server.url)["Server ready"] == {"status": "ok", "message": "yes", "remedy": ""}
+        server.workers.ready = False
+        found = examine("--base-url", server.url)
+    assert found["Server ready"]["status"] == "fault"
+    assert found["Server ready"]["message"].startswith("no: The base model 'tiny/model-1' is still being loaded.")
+    assert (found["Server"]["status"], found["Key accepted"]["status"]) == ("ok", "ok")
+
+
+@pytest.mark.parametrize("answer", [Reply(404), Reply(200, json=[]), Reply(503), Html(503), Html(200), Hang()])
+def test_of_a_server_that_does_not_say_so_it_is_not_told_whether_it_is_ready(
+    examine: Any, server: FakeServer, answer: Reply | Html | Hang
+) -> None:
+    server.script("readyz", answer)
+    found = examine()
+    assert "Server ready" not in found
+    assert found["Server"]["status"] == "ok"
+
+
 def test_an_address_that_is_none_is_a_fault(examine: Any) -> None:
     assert "base_url is 'ftp://x'" in examine("--base-url", "ftp://x")["Server"]["message"]
 
@@ -150,7 +173,10 @@ def test_what_a_killed_local_server_left_behind_misleads_nobody(examine: Any, ho
 def test_a_local_server_that_runs_is_asked(examine: Any, home: Path, server: FakeServer) -> None:
     announced = RunningServer(url=server.url, model="", host="here", pid=1, started="then")
     SharedFolder(home / ".tinsmith").announce(announced)
-    assert f"local, running at {server.url}" in examine("--base-url", "local")["Server"]["message"]
+    server.script("readyz", Reply(503, json={"detail": "The server's disk is full; make room on it."}))
+    found = examine("--base-url", "local")
+    assert f"local, running at {server.url}" in found["Server"]["message"]
+    assert found["Server ready"]["message"] == "no: The server's disk is full; make room on it."
 
 
 @pytest.mark.parametrize(("base_url", "status"), [("local", "fault"), ("", "warning")])
@@ -207,6 +233,9 @@ def test_the_model_cache_is_where_the_environment_says(
         ("uvicorn", ("--base-url", "local"), "Packages [server]", "fault"),
         ("jinja2", (), "Packages [tokenizers]", "warning"),
         ("rich", (), "Packages [cli]", "fault"),
+        ("psycopg", ("--base-url", "local"), "Packages [postgres]", "ok"),
+        ("ray", ("--base-url", "local"), "Packages [ray]", "ok"),
+        ("s3fs", ("--base-url", "local"), "Packages [s3]", "ok"),
     ],
 )
 def test_a_missing_package_matters_where_it_is_needed(
@@ -218,6 +247,12 @@ def test_a_missing_package_matters_where_it_is_needed(
     assert check["status"] == status
     assert missing in check["message"] + name
     assert ("pip install 'tinsmith[" in check["remedy"]) == (status != "ok")
+
+
+def test_ray_is_not_loaded_to_tell_its_version(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert examine()["Packages [ray]"]["message"] == f"ray {metadata.version('ray')}"
+    assert "ray" not in sys.modules
 
 
 def test_a_torch_that_cannot_be_loaded_is_told(cli: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +270,6 @@ def test_a_torch_that_hangs_is_given_up(cli: InProcess, monkeypatch: pytest.Monk
 
 def test_the_packages_are_those_of_the_project() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for extra in ("cli", "tokenizers", "server"):
-        wanted = {line.partition(">")[0] for line in extras[extra] if not line.startswith("tinsmith[")}
-        assert wanted - {"zstandard"} == set(EXTRAS[extra]) - {"zstandard"}
+    for extra, packages in EXTRAS.items():
+        wanted = {re.split(r"[\[>]", line)[0] for line in extras[extra] if not line.startswith("tinsmith[")}
+        assert wanted - {"zstandard"} == set(packages) - {"zstandard"}

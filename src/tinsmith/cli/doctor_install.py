@@ -36,11 +36,18 @@ EXTRAS = {
         "uvicorn",
         "zstandard",
     ),
+    "postgres": ("psycopg",),
+    "ray": ("ray",),
+    "s3": ("s3fs",),
 }
+_OF_SOME_SERVERS = ("postgres", "ray", "s3")
 _USES = {
     "cli": "tables and progress bars",
     "tokenizers": "text: `tinsmith train`, `chat` and `sample`",
     "server": "`tinsmith serve` and --base-url local",
+    "postgres": "`tinsmith serve --database postgresql://...`",
+    "ray": "`tinsmith serve --ray`",
+    "s3": "`tinsmith serve --storage s3://...`",
 }
 
 
@@ -70,7 +77,7 @@ def _extra(extra: str, packages: tuple[str, ...], needs_server: bool) -> Check:
     if not missing:
         return ok(name, ", ".join(f"{package} {_version(package)}" for package in packages))
     told = f"{', '.join(missing)} missing; needed for {_USES[extra]}"
-    if extra == "server" and not needs_server:
+    if extra in _OF_SOME_SERVERS or (extra == "server" and not needs_server):
         return ok(name, told)
     remedy = _install("local" if needs_server else extra)
     return warning(name, told, remedy) if extra == "tokenizers" and not needs_server else fault(name, told, remedy)

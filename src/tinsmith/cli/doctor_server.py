@@ -11,14 +11,21 @@ from tinsmith.cli.doctor_places import state_folder
 from tinsmith.cli.doctor_report import Check, fault, ok
 from tinsmith.cli.failures import explain
 from tinsmith.cli.options import Options
-from tinsmith.errors import APIConnectionError, AuthenticationError, ConfigError, PermissionDeniedError, TinkerError
+from tinsmith.errors import (
+    APIConnectionError,
+    APIStatusError,
+    AuthenticationError,
+    ConfigError,
+    PermissionDeniedError,
+    TinkerError,
+)
 
 if TYPE_CHECKING:
     from tinsmith.client.config import Config
     from tinsmith.client.connection import Connection
 
 ANSWER_SECONDS = 3.0
-"""For one request; there are four, and one that gets no answer is the last."""
+"""For one request; there are five, and one of the first three that gets no answer is the last."""
 COMMAND_SECONDS = 3.0
 NO_KEY_AT_ALL = "tml-none"
 """Sent where there is no key, to learn whether the server lives and takes any."""
@@ -28,6 +35,7 @@ class Answers(NamedTuple):
     models: list[str]
     version: str
     milliseconds: float
+    readiness: list[Check]
 
 
 def is_local(options: Options) -> bool:
@@ -38,7 +46,7 @@ def is_local(options: Options) -> bool:
 
 def check_server(options: Options) -> list[Check]:
     if is_local(options):
-        return [ok("API key", "the server of this machine takes any"), _local()]
+        return [ok("API key", "the server of this machine takes any"), *_local()]
     key = _key(options)
     return [key, *_remote(options, has_key=key.status == "ok")]
 
@@ -114,7 +122,7 @@ def _asked(config: Config, *, has_key: bool) -> list[Check]:
         return [fault("Server", told, failure.remedy or "Check --base-url and --api-key.")]
     models = ", ".join(answers.models) or "none"
     told = f"{where}, {answers.version}, {answers.milliseconds:.0f} ms, models: {models}"
-    return [ok("Server", told), *([ok("Key accepted", "yes")] if has_key else [])]
+    return [ok("Server", told), *answers.readiness, *([ok("Key accepted", "yes")] if has_key else [])]
 
 
 def _ask(config: Config) -> Answers:
@@ -131,7 +139,7 @@ def _ask(config: Config) -> Answers:
         found = connection.run(lambda: connection.call_for(GetServerCapabilitiesResponse, call)).result()
         milliseconds = (time.monotonic() - started) * 1000
         models = [model.model_name or "(unnamed)" for model in found.supported_models]
-        return Answers(models, _version(connection), milliseconds)
+        return Answers(models, _version(connection), milliseconds, _readiness(connection))
     finally:
         futures.run(connection.close, connection.loop).result()
 
@@ -149,7 +157,26 @@ def _version(connection: Connection) -> str:
         return "of unknown make"
 
 
-def _local() -> Check:
+def _readiness(connection: Connection) -> list[Check]:
+    """Servers of ours say whether all their models can work, and if not, why; of others it is not known."""
+    from tinsmith.client.connection import Call
+    from tinsmith.client.transport import Traffic
+
+    call = Call("GET", "/readyz", traffic=Traffic.REST, retries=False)
+    try:
+        answer = json.loads(connection.run(lambda: connection.call(call)).result().body)
+    except APIStatusError as error:
+        reason = error.body.get("detail") if isinstance(error.body, dict) else None
+        if error.status_code != 503 or not isinstance(reason, str):
+            return []
+        remedy = "If it has just been started, wait and run the command again; else the log of the server says more."
+        return [fault("Server ready", f"no: {reason}", remedy)]
+    except (TinkerError, ValueError):
+        return []
+    return [ok("Server ready", "yes")] if answer == {"status": "ready"} else []
+
+
+def _local() -> list[Check]:
     """Whether the server of this machine runs; that it does not is no fault, for it comes when it is needed."""
     from tinsmith.client.config import Config
     from tinsmith.client.local import LOCAL_KEY
@@ -158,15 +185,16 @@ def _local() -> Check:
     state = state_folder()
     sleeping = ok("Server", f"local, not running; started when it is needed, with its state in {state}")
     if not (state / "local" / "server.json").exists():
-        return sleeping
+        return [sleeping]
     server = SharedFolder(state).announced()
     if server is None:
-        return sleeping
+        return [sleeping]
     config = Config(
         base_url=server.url, api_key=LOCAL_KEY, proxy="", timeout=ANSWER_SECONDS, retry_budget=0, telemetry=False
     )
     try:
         answers = _ask(config)
     except APIConnectionError:  # what a killed server left behind
-        return sleeping
-    return ok("Server", f"local, running at {server.url}, {answers.version}, models: {', '.join(answers.models)}")
+        return [sleeping]
+    told = f"local, running at {server.url}, {answers.version}, models: {', '.join(answers.models)}"
+    return [ok("Server", told), *answers.readiness]
