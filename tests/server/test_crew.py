@@ -94,7 +94,7 @@ class World:
         settings = WorkerSettings(base_model=BASE, folder="", database="", state=str(state), train_workers=3)
         self.crew = Crew(settings, bounds, self.store, self.lives, self.done.extend, lambda drawn: None)
 
-    def submit(self, seq_id: int, prompt: list[int]) -> tuple[str, str]:
+    def submit(self, seq_id: int, prompt: list[int], samples: int = 1) -> tuple[str, str]:
         """The request, and the replica that it is for."""
         job = NewJob(
             kind="sample",
@@ -104,8 +104,11 @@ class World:
             base_model=BASE,
             sampler_id="s:sample:0",
             seq_id=seq_id,
+            samples=samples,
         )
-        request = SampleRequest(prompt=ModelInput.from_ints(prompt), sampling_params=SamplingParams())
+        request = SampleRequest(
+            prompt=ModelInput.from_ints(prompt), sampling_params=SamplingParams(), num_samples=samples
+        )
         replica = self.crew.choose_replica(job, request)
         return self.store.jobs.enqueue(msgspec.structs.replace(job, replica=replica)).request_id, replica
 
@@ -457,7 +460,7 @@ def test_what_a_server_before_has_left_counts_as_to_be_drawn(tmp_path: Path) -> 
         async with world(tmp_path, Bounds(1, 4)) as before:
             await before.ready("train", "sample-0")
             before.crew._bounds = Bounds(1, 1)
-            assert {before.submit(number, [number])[1] for number in range(65)} == {"sample-0"}
+            assert {before.submit(number, [number], samples=5)[1] for number in range(13)} == {"sample-0"}
         async with world(tmp_path, Bounds(1, 4)) as here:
             await here.ready("train", "sample-0")
             await until(lambda: here.places() == ["train", "sample-0", "sample-1"])

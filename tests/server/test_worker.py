@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from tests.server.workbench import BASE, WAIT_SECONDS, Workbench
+from tinsmith.server import worker
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.soundness import BrokenEngineError
 from tinsmith.server.store import StoreUnavailableError
@@ -72,6 +73,39 @@ def test_what_a_worker_had_claimed_is_done_by_the_next(bench: Workbench) -> None
     with bench.worker():
         assert len(bench.tokens(sample)) == 3
         bench.losses([bench.data(model, 1)])
+
+
+def test_a_worker_takes_as_many_samples_as_it_has_room_for_and_leaves_the_others(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_CLAIMED_SAMPLES", 32)
+    reached, go_on = threading.Event(), threading.Event()
+    real = bench.engine.generator.step
+
+    def slow() -> Any:
+        reached.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return real()
+
+    monkeypatch.setattr(bench.engine.generator, "step", slow)
+    sampler = bench.base_sampler()
+    requests = [bench.sample(sampler, number, more={"num_samples": 16}, max_tokens=1) for number in range(5)]
+    with bench.worker():
+        assert reached.wait(WAIT_SECONDS)
+        states = bench.store.results.statuses(requests)
+        assert [states[request].state for request in requests] == ["running"] * 2 + ["queued"] * 3
+        go_on.set()
+        assert all(isinstance(bench.outcome(request), Done) for request in requests)
+
+
+def test_a_request_for_more_samples_than_a_worker_has_room_for_is_drawn(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_CLAIMED_SAMPLES", 4)
+    sampler = bench.base_sampler()
+    requests = [bench.sample(sampler, number, more={"num_samples": 9}, max_tokens=1) for number in range(3)]
+    with bench.worker():
+        assert all(isinstance(bench.outcome(request), Done) for request in requests)
 
 
 def test_a_worker_that_ends_late_leaves_the_jobs_of_its_successor_alone(

@@ -175,7 +175,13 @@ class Workbench:
             "sampling_params": {"seed": 1, "stop": [], "max_tokens": 4, **params},
             **(more or {}),
         }
-        return self.submit("sample", sampler_id=sampler_id, seq_id=seq_id, payload=msgspec.json.encode(body))
+        return self.submit(
+            "sample",
+            sampler_id=sampler_id,
+            seq_id=seq_id,
+            payload=msgspec.json.encode(body),
+            samples=body.get("num_samples", 1),
+        )
 
     def outcome(self, request_id: str) -> Outcome:
         end = time.monotonic() + WAIT_SECONDS

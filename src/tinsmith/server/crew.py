@@ -276,7 +276,9 @@ class Crew:
             if not strays:
                 return
             chosen = {
-                stray.request_id: self._router.choose(stray.request_id, stray.owner, stray.sampler_id, ())
+                stray.request_id: self._router.choose(
+                    stray.request_id, stray.owner, stray.sampler_id, (), stray.samples
+                )
                 for stray in strays
             }
             dealt = await asyncio.to_thread(

@@ -51,7 +51,8 @@ LOOK_AGAIN_SECONDS = 1.0
 MAX_CLAIMED_TRAINING = 64
 MAX_CLAIMED_SAMPLES = 256
 MAX_CLAIMED_SAMPLES_ON_GPU = 1024
-"""Twice as many as it decodes at once, so that there is always somebody to take the place of those that end."""
+"""Twice as many as it decodes at once, so that there is always somebody to take the place of those that end. A request
+may ask for many of them, and no other worker can draw what this one has taken."""
 MAX_CLAIMED_BYTES = 256 * 2**20
 """Of the payloads of each kind together; decoded they may be several times as large."""
 
@@ -192,7 +193,7 @@ class Worker:
             self._base_model,
             self._name,
             train=self._trains * (MAX_CLAIMED_TRAINING - len(self._training)),
-            sample=self._samples * (self._max_samples - len(self._sampling) - len(self._to_sample)),
+            sample=self._samples * max(0, self._max_samples - _num_samples(self._to_sample, self._sampling)),
             train_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._training),
             sample_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._to_sample) - _payload_bytes(self._sampling),
             without=self._no_room.look(),
@@ -395,6 +396,10 @@ class Worker:
         self._token_news.end(outcomes)
         self._tell_done(accepted)
         return accepted
+
+
+def _num_samples(*held: Mapping[str, Job]) -> int:
+    return sum(job.samples for jobs in held for job in jobs.values())
 
 
 def _payload_bytes(jobs: Mapping[str, Job]) -> int:

@@ -52,6 +52,11 @@ def test_a_result_can_be_fetched_again_and_again(server: RunningServer) -> None:
     )
 
 
+def test_the_worker_is_told_how_many_samples_a_request_asks_for(server: RunningServer) -> None:
+    server.result(sample(server, server.sampler(), num_samples=5))
+    assert server.workers.executed[-1].samples == 5
+
+
 def test_a_poll_tells_what_the_worker_waits_for_or_does_again(impatient: RunningServer) -> None:
     mine, other = impatient.model(), impatient.model()
     impatient.workers.hold("optim_step")

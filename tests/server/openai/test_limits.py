@@ -55,6 +55,11 @@ def test_every_choice_is_told_with_the_prompt_it_belongs_to(talking: Talking) ->
     assert [choice["text"][:3] for choice in answer["choices"]] == ["fox", "fox", "dog", "dog"]
 
 
+def test_the_worker_is_told_how_many_choices_a_request_asks_for(talking: Talking) -> None:
+    assert ask(talking, "completions", prompt="fox", n=5).status == 200
+    assert talking.workers.executed[-1].samples == 5
+
+
 def test_a_variable_of_a_template_may_have_any_name(talking: Talking) -> None:
     variables = {"self": 1, "variables": 2, "text": 3, "options": 4}
     answer = ask(talking, "chat/completions", messages=[HELLO], chat_template_kwargs=variables)

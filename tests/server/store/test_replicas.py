@@ -12,7 +12,7 @@ BASE = "tiny"
 FIRST, SECOND = "sample-0", "sample-1"
 
 
-def submit(store: Store, seq_id: int, replica: str = "", **fields: str) -> str:
+def submit(store: Store, seq_id: int, replica: str = "", **fields: object) -> str:
     return store.jobs.enqueue(msgspec.structs.replace(sample(seq_id, **fields), replica=replica)).request_id
 
 
@@ -95,6 +95,12 @@ def test_strays_are_those_for_nobody_who_is_there_and_can_be_dealt_out_again(sto
     assert claim(store, SECOND) == [1, 2, 3]
     assert store.jobs.deal({second: FIRST}) == set()
     assert claim(store, FIRST) == [], "what is being worked on stays where it is"
+
+
+def test_a_stray_counts_as_many_samples_as_it_asks_for(store: Store) -> None:
+    submit(store, 1, FIRST, samples=16)
+    submit(store, 2, FIRST)
+    assert [stray.samples for stray in store.jobs.strays(BASE, [SECOND])] == [16, 1]
 
 
 def test_without_replicas_everything_is_for_one_worker(store: Store) -> None:

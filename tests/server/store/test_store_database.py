@@ -67,7 +67,8 @@ def test_a_database_of_an_earlier_release_keeps_what_it_holds(empty: str) -> Non
     engine.dispose()
     store = Store(empty)
     assert store.jobs.requeue("tiny", max_attempts=1, error="") == []
-    assert [(job.seq_id, job.attempts) for job in store.jobs.claim("tiny", "w", train=10)] == [(4, 0)]
+    (job,) = store.jobs.claim("tiny", "w", train=10)
+    assert (job.seq_id, job.attempts, job.samples) == (4, 0, 1)
     store.close()
 
 

@@ -198,6 +198,43 @@ def test_a_claim_takes_no_more_once_its_bytes_are_many(store: Store) -> None:
     assert claim_bytes(1000, 1000) == [4, 1, 2, 3, 4]
 
 
+def test_a_claim_takes_no_more_once_there_is_no_room_for_samples(store: Store) -> None:
+    for seq_id, number in enumerate((16, 16, 16, 500, 1)):
+        store.jobs.enqueue(sample(seq_id, samples=number))
+
+    def claim_samples(room: int) -> list[tuple[int, int]]:
+        return [(job.seq_id, job.samples) for job in store.jobs.claim("tiny", "w", sample=room)]
+
+    assert claim_samples(0) == []
+    assert claim_samples(32) == [(0, 16), (1, 16)]
+    assert claim_samples(17) == [(2, 16), (3, 500)], "what is larger than the room has its turn too"
+    assert claim_samples(-400) == []
+    assert claim_samples(256) == [(4, 1)]
+
+
+def test_owners_get_equal_parts_of_the_room_however_much_a_request_asks_for(store: Store) -> None:
+    for owner, number in (("ann", 16), ("ben", 1), ("cat", 3)):
+        few = [sample(seq_id, owner=owner, sampler_id=f"{owner}:sample:0", samples=number) for seq_id in range(99)]
+        store.jobs.enqueue_many([Submission(job=job) for job in few])
+    claimed = store.jobs.claim("tiny", "w", sample=144)
+    parts = {owner: sum(job.samples for job in claimed if job.owner == owner) for owner in ("ann", "ben", "cat")}
+    assert parts == {"ann": 48, "ben": 48, "cat": 48}
+
+
+def test_what_an_owner_leaves_of_its_part_is_for_the_others(store: Store) -> None:
+    store.jobs.enqueue_many([Submission(job=sample(seq_id, samples=4)) for seq_id in range(30)])
+    store.jobs.enqueue(sample(0, owner="ben", sampler_id="ben:sample:0", samples=5))
+    owners = [job.owner for job in store.jobs.claim("tiny", "w", sample=61)]
+    assert sorted(owners) == ["ann"] * 14 + ["ben"]
+
+
+def test_owners_whose_requests_are_larger_than_the_room_take_turns(store: Store) -> None:
+    for owner, seq_id in itertools.product(("ann", "ben", "cat"), range(2)):
+        store.jobs.enqueue(sample(seq_id, owner=owner, sampler_id=f"{owner}:sample:0", samples=300))
+    claims = [store.jobs.claim("tiny", "w", sample=256) for _ in range(6)]
+    assert [[job.owner for job in claim] for claim in claims] == [["ann"], ["ben"], ["cat"]] * 2
+
+
 def test_owners_with_large_payloads_take_turns(store: Store) -> None:
     for owner in ("ann", "ben", "cat"):
         for seq_id in range(3):

@@ -76,6 +76,7 @@ class Asking:
             sampler_id=sampler.sampler_id,
             seq_id=number,
             size=check_sampling(request, facts),
+            samples=request.num_samples,
         )
         request_id = ids.request_id(sampler.sampler_id, number)
         return Part(job, request, request_id, request.num_samples, Watch(request.num_samples, self.news, self.too_slow))

@@ -107,6 +107,7 @@ async def asample(call: Call) -> Response:
         base_model=sampler.base_model,
         sampler_id=sampler.sampler_id,
         seq_id=number_field(fields, "seq_id", 0),
+        samples=num_samples,
     )
     refusal = None
     try:

@@ -80,7 +80,7 @@ _LANES = sa.union_all(
     *(sa.select(sa.literal(lane)).where(sa.exists().where(_ready(jobs, lane))) for lane in ("train", "sample"))
 )
 _PICK = (
-    sa.select(jobs.c.request_id, jobs.c.turn, sa.func.length(payloads.c.data).label("size_bytes"))
+    sa.select(jobs.c.request_id, jobs.c.turn, jobs.c.samples, sa.func.length(payloads.c.data).label("size_bytes"))
     .join(payloads)
     .where(_ready(jobs), jobs.c.owner == sa.bindparam("owner"))
     .order_by(jobs.c.turn, jobs.c.created)
@@ -97,6 +97,7 @@ _JOB_COLUMNS = (
     *(jobs.c[name] for name in ("request_id", "kind", "owner", "session_id", "base_model", "model_id", "sampler_id")),
     jobs.c.seq_id,
     jobs.c.size,
+    jobs.c.samples,
     jobs.c.created,
     jobs.c.attempts,
     jobs.c.key_id,
@@ -218,15 +219,15 @@ class Jobs:
         without: Collection[str] = (),
         replica: str = "",
     ) -> list[Job]:
-        """Take up to so many jobs of each kind that may run, marked as running for this worker.
+        """Take jobs of each kind that may run, marked as running for this worker.
 
-        No more are taken once their payloads have so many bytes; the last one may be larger than what was left, as
-        otherwise one that is larger than the whole would never run. None are taken of the models and samplers `without`
-        which we work for now.
+        No more are taken once they are `train` jobs, once they ask for `sample` samples together, or once their
+        payloads have so many bytes. The last one may be larger than what was left, as otherwise one that is larger than
+        the whole would never run. None are taken of the models and samplers `without` which we work for now.
 
-        A model's jobs come in the order of their numbers and without holes. Owners get equal parts of what is taken,
-        and within an owner the streams take turns. One worker at a time claims training for a base model, and one what
-        is for a `replica`.
+        A model's jobs come in the order of their numbers and without holes. Owners get equal parts of the room, and
+        within an owner the streams take turns. One worker at a time claims training for a base model, and one what is
+        for a `replica`.
         """
         rooms: dict[Lane, tuple[int, int]] = {"train": (train, train_bytes), "sample": (sample, sample_bytes)}
         where = {"base_model": base_model, "replica": replica}
@@ -261,11 +262,11 @@ class Jobs:
         where: Mapping[str, str],
         worker: str,
         lane: Lane,
-        limit: int,
+        room: int,
         room_bytes: int,
         pick: sa.Select[Any],
     ) -> list[Job]:
-        reached = self._pick(connection, {**where, "lane": lane}, limit, room_bytes, pick)
+        reached = self._pick(connection, {**where, "lane": lane}, room, room_bytes, pick)
         if not reached:
             return []
         picked = list(reached)
@@ -288,30 +289,36 @@ class Jobs:
         self,
         connection: sa.Connection,
         where: Mapping[str, str],
-        limit: int,
+        room: int,
         room_bytes: int,
         pick: sa.Select[Any],
     ) -> dict[str, int]:
-        """Requests and their turns: rounds over the owners, equal parts each round, until a limit or the end."""
+        """Requests and their turns: rounds over the owners, equal parts each round, until there is no room or the end.
+
+        A part is counted in samples, as the room is, and no job asks for less than one.
+        """
         place = where["base_model"], where["lane"]
-        owners = self._in_turn(connection, where, self._last_owner.get(place, ""), limit)
+        owners = self._in_turn(connection, where, self._last_owner.get(place, ""), room)
         taken = dict.fromkeys(owners, 0)
         picked: dict[str, int] = {}
-        while owners and len(picked) < limit:
-            share = math.ceil((limit - len(picked)) / len(owners))
+        while owners:
+            share = math.ceil(room / len(owners))
             unexhausted = []
-            for owner in owners[: limit - len(picked)]:
+            for owner in owners:
                 self._last_owner[place] = owner
-                part = {"owner": owner, "share": min(share, limit - len(picked)), "skip": taken[owner]}
-                rows = connection.execute(pick, {**where, **part}).all()
+                part = min(share, room)
+                rows = connection.execute(pick, {**where, "owner": owner, "share": part, "skip": taken[owner]}).all()
                 for row in rows:
                     picked[row.request_id] = row.turn
                     taken[owner] += 1
+                    part -= row.samples
+                    room -= row.samples
                     room_bytes -= row.size_bytes
-                    if room_bytes <= 0:
+                    if room <= 0 or room_bytes <= 0:
                         return picked
-                if len(rows) == share:
-                    unexhausted.append(owner)
+                    if part <= 0:
+                        unexhausted.append(owner)
+                        break
             owners = unexhausted
         return picked
 
@@ -426,7 +433,7 @@ class Jobs:
     def strays(self, base_model: str, replicas: Collection[str]) -> list[Stray]:
         """Samples that wait for none of these replicas, the oldest of them: theirs is gone, or they never had one."""
         query = (
-            sa.select(jobs.c.request_id, jobs.c.owner, jobs.c.sampler_id)
+            sa.select(jobs.c.request_id, jobs.c.owner, jobs.c.sampler_id, jobs.c.samples)
             .where(_QUEUED, jobs.c.turn.is_not(None), jobs.c.base_model == base_model, jobs.c.lane == "sample")
             .where(jobs.c.replica.not_in(list(replicas)))
             .order_by(jobs.c.created)

@@ -168,6 +168,7 @@ class _Arrival:
             "model_id": job.model_id,
             "sampler_id": job.sampler_id,
             "size": job.size,
+            "samples": job.samples,
             "replica": job.replica,
             "created": self.arrivals.now,
             **self._progress(is_ready),

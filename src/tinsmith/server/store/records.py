@@ -85,6 +85,9 @@ class NewJob(Record):
     size: int = 1
     """Tokens; streams of one owner share the worker in proportion to it."""
 
+    samples: int = 1
+    """How many it asks for, each of which takes a place in its worker; one for training."""
+
     key_id: int | None = None
     """The key that it came with, for the audit trail."""
 
@@ -118,6 +121,7 @@ class Job(Record):
     attempts: int
     """How often it was begun before; it was running each time when its worker died."""
 
+    samples: int = 1
     key_id: int | None = None
 
     @property
@@ -131,6 +135,7 @@ class Stray(Record):
     request_id: str
     owner: str
     sampler_id: str
+    samples: int
 
 
 class Enqueued(Record):

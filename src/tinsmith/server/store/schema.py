@@ -190,6 +190,7 @@ jobs = sa.Table(
     sa.Column("attempts", sa.Integer, nullable=False, server_default="0"),  # how often it was begun
     sa.Column("shown", sa.LargeBinary),  # what it adds to the curves of its model
     sa.Column("replica", sa.Text, nullable=False, server_default=""),  # the sampler replica that it is for, if any is
+    sa.Column("samples", sa.Integer, nullable=False, server_default="1"),  # how many it asks for; 1 for training
     sa.UniqueConstraint("stream", "seq_id"),
     sa.Index(
         "jobs_ready",

@@ -1,0 +1,13 @@
+"""For workers that take as many samples as they have room for: how many a job asks for."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0007"
+down_revision = "0006"
+
+
+def upgrade() -> None:
+    op.add_column("jobs", sa.Column("samples", sa.Integer(), server_default="1", nullable=False))
