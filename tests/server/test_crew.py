@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,12 +88,14 @@ class ToldLives(Lives):
 
 
 class World:
-    def __init__(self, state: Path, bounds: Bounds = TWO) -> None:
+    def __init__(self, state: Path, bounds: Bounds = TWO, patience_seconds: float = 0.0) -> None:
         self.store = Store(f"sqlite:///{state / 'tinsmith.db'}")
         self.lives = ToldLives()
         self.done: list[str] = []
         settings = WorkerSettings(base_model=BASE, folder="", database="", state=str(state), train_workers=3)
-        self.crew = Crew(settings, bounds, self.store, self.lives, self.done.extend, lambda drawn: None)
+        self.crew = Crew(
+            settings, bounds, self.store, self.lives, self.done.extend, lambda drawn: None, patience_seconds
+        )
 
     def submit(self, seq_id: int, prompt: list[int], samples: int = 1) -> tuple[str, str]:
         """The request, and the replica that it is for."""
@@ -132,8 +135,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(state: Path, bounds: Bounds = TWO) -> AsyncIterator[World]:
-    made = World(state, bounds)
+async def world(state: Path, bounds: Bounds = TWO, patience_seconds: float = 0.0) -> AsyncIterator[World]:
+    made = World(state, bounds, patience_seconds)
     await made.crew.start()
     await until(lambda: made.lives.num_begun == 1 + bounds.least)
     try:
@@ -433,6 +436,86 @@ def test_a_replica_that_is_let_go_finishes_what_it_has_begun_and_others_draw_the
             await until(lambda: here.places() == ["train", "sample-0"])
             assert not _unfinished(here, requests)
             assert {figure.name: figure.value for figure in here.crew.figures()}["tinsmith_sampled_tokens_total"] == 5
+
+    run(scenario)
+
+
+def test_replicas_that_never_found_room_are_withdrawn_when_fewer_are_enough_and_those_that_work_stay(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 9), patience_seconds=1e6) as here:
+            await here.ready("train", "sample-0")
+            here.crew.note_elsewhere("another", 9 * 64)
+            await until(lambda: here.lives.num_begun == 10)
+            await here.ready("sample-1", "sample-5")
+            here.crew.note_elsewhere("another", 0)
+            await until(lambda: here.places() == ["train", "sample-0", "sample-1", "sample-5"])
+            await asyncio.sleep(0.1)
+            assert here.places() == ["train", "sample-0", "sample-1", "sample-5"]
+            waited = [place for place in here.lives.living if place not in here.places()]
+            assert len(waited) == 6
+            assert all(here.lives.living[place].is_over for place in waited)
+
+    run(scenario)
+
+
+def test_a_replica_that_is_withdrawn_before_it_was_ready_is_not_said_to_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, crew.__name__)
+    monkeypatch.setattr(ToldLife, "kill", lambda life: None)  # its end takes a while
+
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2), patience_seconds=1e6) as here:
+            await here.ready("train", "sample-0")
+            here.crew.note_elsewhere("another", 65)
+            await until(lambda: "sample-1" in here.lives.living)
+            here.crew.note_elsewhere("another", 0)
+            await until(lambda: any(state.is_leaving for state in here.crew.states()))
+            said = {state.name: state.held_up for state in here.crew.states() if state.is_leaving}
+            assert said == {"sample-1": "it ends without having drawn any samples, as fewer replicas are enough"}
+            here.lives.living["sample-1"].end(-9)
+            await until(lambda: here.places() == ["train", "sample-0"])
+
+    run(scenario)
+    assert [record.getMessage() for record in caplog.records if "replicas" in record.getMessage()] == [
+        f"Samples of {BASE} that are not drawn yet: 65; replicas from now on: 2.",
+        f"Samples of {BASE} that are not drawn yet: 0; replicas from now on: 1.",
+    ]
+
+
+def test_one_of_the_first_replicas_is_withdrawn_too_if_another_works_in_its_place(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2), patience_seconds=1e6) as here:
+            await here.ready("train")
+            starting = asyncio.create_task(here.crew.settled())
+            here.crew.note_elsewhere("another", 65)
+            await until(lambda: "sample-1" in here.lives.living)
+            await here.ready("sample-1")
+            here.crew.note_elsewhere("another", 0)
+            await until(lambda: here.places() == ["train", "sample-1"])
+            await starting
+            assert here.crew.is_ready("sample")
+            here.lives.living["sample-1"].say(held_up="no disk")
+            await until(lambda: here.crew.held_up("", None) == "no disk")
+
+    run(scenario)
+
+
+def test_a_replica_that_has_worked_and_died_is_not_withdrawn_as_one_that_never_did(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2), patience_seconds=1e6) as here:
+            await here.ready("train", "sample-0")
+            here.crew.note_elsewhere("another", 65)
+            await until(lambda: "sample-1" in here.lives.living)
+            await here.ready("sample-1")
+            here.crew.note_elsewhere("another", 0)
+            before = here.lives.living["sample-1"]
+            before.end(-9)
+            await here.replaced("sample-1", before)
+            await asyncio.sleep(0.1)
+            assert here.places() == ["train", "sample-0", "sample-1"]
 
     run(scenario)
 

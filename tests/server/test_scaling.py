@@ -39,6 +39,31 @@ def test_the_number_follows_from_what_there_is_to_draw(
     assert wanted(Bounds(1, 4), Seen(replicas, samples, ample_seconds), PATIENCE) == expected
 
 
+@pytest.mark.parametrize(
+    ("replicas", "never_ready", "samples", "expected"),
+    [
+        (9, 8, 0, 1),
+        (9, 9, 0, 1),
+        (9, 3, 0, 6),
+        (9, 8, 2 * SAMPLES_EACH, 4),
+        (9, 8, 4 * SAMPLES_EACH, 8),
+        (9, 8, 4 * SAMPLES_EACH + 1, 9),
+        (2, 1, SAMPLES_EACH, 2),
+        (1, 1, 0, 1),
+    ],
+)
+def test_those_that_were_never_ready_are_withdrawn_at_once_as_far_as_fewer_are_enough(
+    replicas: int, never_ready: int, samples: int, expected: int
+) -> None:
+    assert wanted(Bounds(1, 9), Seen(replicas, samples, 0.0, never_ready), PATIENCE) == expected
+
+
+def test_those_that_work_have_time_also_while_others_are_withdrawn() -> None:
+    assert wanted(Bounds(1, 9), Seen(5, 0, LONG, never_ready=2), PATIENCE) == 3
+    assert wanted(Bounds(1, 9), Seen(3, 0, 0.0), PATIENCE) == 3
+    assert wanted(Bounds(1, 9), Seen(3, 0, LONG), PATIENCE) == 2
+
+
 bounds = st.tuples(st.integers(1, 20), st.integers(0, 20)).map(lambda pair: Bounds(pair[0], sum(pair)))
 seconds = st.floats(0, 1e6)
 
@@ -48,6 +73,17 @@ def test_it_is_never_outside_its_bounds(
     within: Bounds, replicas: int, samples: int, ample_seconds: float, patience: float
 ) -> None:
     assert within.least <= wanted(within, Seen(replicas, samples, ample_seconds), patience) <= within.most
+
+
+@given(bounds, st.integers(0, 50), st.integers(0, 3000), seconds, st.data())
+def test_after_some_are_withdrawn_there_are_not_at_once_more(
+    within: Bounds, more: int, samples: int, ample_seconds: float, data: st.DataObject
+) -> None:
+    replicas = within.least + more
+    never_ready = data.draw(st.integers(1, replicas))
+    fewer = wanted(within, Seen(replicas, samples, ample_seconds, never_ready), PATIENCE)
+    withdrawn = max(0, replicas - fewer)
+    assert wanted(within, Seen(fewer, samples, 0.0, max(0, never_ready - withdrawn)), PATIENCE) == fewer
 
 
 @given(bounds, st.integers(0, 2000), st.data())

@@ -55,6 +55,12 @@ def _replica(number: int) -> str:
     return f"sample-{number}"
 
 
+def _why_it_ends(keeper: Keeper) -> str:
+    if keeper.was_ever_ready:
+        return "it ends after its last samples"
+    return "it ends without having drawn any samples, as fewer replicas are enough"
+
+
 class Crew:
     """The workers of one base model: one for both kinds of work, or a trainer with its replicas."""
 
@@ -160,8 +166,7 @@ class Crew:
     @property
     def _needed(self) -> Sequence[Keeper]:
         """All but replicas that came or are to come because there is much to draw: the others go on without them."""
-        least = places(self._settings.train_workers, self._bounds.least)
-        return [keeper for place, keeper in self._keepers.items() if place in least]
+        return [self._trainer, *(self._replicas[place] for place in self._staying[: self._bounds.least])]
 
     def replay(self, lane: Lane | None) -> Replay | None:
         """Nobody who draws samples waits for it, if those do that have nothing else to do."""
@@ -180,7 +185,7 @@ class Crew:
             name, role, is_ready = place or "worker", keeper.settings.role, keeper.is_ready
             is_leaving = place in self._leaving
             samples = len(self._leaving[place]) if is_leaving else loads.get(place)
-            waits_for = "it ends after its last samples" if is_leaving else keeper.held_up
+            waits_for = _why_it_ends(keeper) if is_leaving else keeper.held_up
             states.append(
                 WorkerState(
                     name,
@@ -328,16 +333,27 @@ class Crew:
 
     # How many replicas there are
 
+    @property
+    def _staying(self) -> Sequence[str]:
+        """Where the replicas are that shall not end, in the order in which they came."""
+        return [place for place in self._replicas if place not in self._leaving]
+
     async def _scale_again(self) -> None:
         ample_since: float | None = None
         while True:
             now = time.monotonic()
-            replicas, samples = len(self._replicas) - len(self._leaving), self._to_draw(now)
+            staying, samples = self._staying, self._to_draw(now)
+            replicas, never_ready = len(staying), sum(not self._replicas[place].was_ever_ready for place in staying)
             ample_since = (ample_since or now) if is_ample(self._bounds, replicas, samples) else None
-            seen = Seen(replicas, samples, 0.0 if ample_since is None else now - ample_since)
+            seen = Seen(replicas, samples, 0.0 if ample_since is None else now - ample_since, never_ready)
             number = wanted(self._bounds, seen, self._patience_seconds)
             if number != replicas:
-                log.info("%s has %d samples to draw: %d replicas now.", self._base_model, samples, number)
+                log.info(
+                    "Samples of %s that are not drawn yet: %d; replicas from now on: %d.",
+                    self._base_model,
+                    samples,
+                    number,
+                )
                 ample_since = None
             for _ in range(replicas, number):
                 self._add_replica()
@@ -359,8 +375,8 @@ class Crew:
             self._replicas[place].start()
 
     def _let_go(self) -> None:
-        """One that came when there was much to draw: of those the last, which others are not needed for."""
-        place = [place for place in self._replicas if place not in self._leaving][-1]
+        """The last that came; before any that works, one that was never ready."""
+        *_, place = sorted(self._staying, key=lambda place: not self._replicas[place].was_ever_ready)
         self._leaving[place] = {*self._router.gone(place)}
         self._begin(self._left(place), f"the end of {place}")
 
@@ -372,6 +388,7 @@ class Crew:
             await asyncio.sleep(SCALE_SECONDS)
         keeper = self._replicas[place]
         await keeper.stop()
+        keeper.settled.set()  # whoever waits for all of them waits no longer for this one
         while not await self._could_put_back(place, keeper.last_status):  # noqa: ASYNC110 - nobody waits for it
             await asyncio.sleep(SCALE_SECONDS)
         del self._replicas[place], self._keepers[place], self._leaving[place]
