@@ -40,7 +40,7 @@ def test_the_number_follows_from_what_there_is_to_draw(
 
 
 @pytest.mark.parametrize(
-    ("replicas", "never_ready", "samples", "expected"),
+    ("replicas", "never_begun", "samples", "expected"),
     [
         (9, 8, 0, 1),
         (9, 9, 0, 1),
@@ -52,14 +52,14 @@ def test_the_number_follows_from_what_there_is_to_draw(
         (1, 1, 0, 1),
     ],
 )
-def test_those_that_were_never_ready_are_withdrawn_at_once_as_far_as_fewer_are_enough(
-    replicas: int, never_ready: int, samples: int, expected: int
+def test_those_that_were_never_begun_are_withdrawn_at_once_as_far_as_fewer_are_enough(
+    replicas: int, never_begun: int, samples: int, expected: int
 ) -> None:
-    assert wanted(Bounds(1, 9), Seen(replicas, samples, 0.0, never_ready), PATIENCE) == expected
+    assert wanted(Bounds(1, 9), Seen(replicas, samples, 0.0, never_begun), PATIENCE) == expected
 
 
 def test_those_that_work_have_time_also_while_others_are_withdrawn() -> None:
-    assert wanted(Bounds(1, 9), Seen(5, 0, LONG, never_ready=2), PATIENCE) == 3
+    assert wanted(Bounds(1, 9), Seen(5, 0, LONG, never_begun=2), PATIENCE) == 3
     assert wanted(Bounds(1, 9), Seen(3, 0, 0.0), PATIENCE) == 3
     assert wanted(Bounds(1, 9), Seen(3, 0, LONG), PATIENCE) == 2
 
@@ -80,10 +80,10 @@ def test_after_some_are_withdrawn_there_are_not_at_once_more(
     within: Bounds, more: int, samples: int, ample_seconds: float, data: st.DataObject
 ) -> None:
     replicas = within.least + more
-    never_ready = data.draw(st.integers(1, replicas))
-    fewer = wanted(within, Seen(replicas, samples, ample_seconds, never_ready), PATIENCE)
+    never_begun = data.draw(st.integers(1, replicas))
+    fewer = wanted(within, Seen(replicas, samples, ample_seconds, never_begun), PATIENCE)
     withdrawn = max(0, replicas - fewer)
-    assert wanted(within, Seen(fewer, samples, 0.0, max(0, never_ready - withdrawn)), PATIENCE) == fewer
+    assert wanted(within, Seen(fewer, samples, 0.0, max(0, never_begun - withdrawn)), PATIENCE) == fewer
 
 
 @given(bounds, st.integers(0, 2000), st.data())

@@ -56,7 +56,7 @@ def _replica(number: int) -> str:
 
 
 def _why_it_ends(keeper: Keeper) -> str:
-    if keeper.was_ever_ready:
+    if keeper.has_begun:
         return "it ends after its last samples"
     return "it ends without having drawn any samples, as fewer replicas are enough"
 
@@ -343,9 +343,9 @@ class Crew:
         while True:
             now = time.monotonic()
             staying, samples = self._staying, self._to_draw(now)
-            replicas, never_ready = len(staying), sum(not self._replicas[place].was_ever_ready for place in staying)
+            replicas, never_begun = len(staying), sum(not self._replicas[place].has_begun for place in staying)
             ample_since = (ample_since or now) if is_ample(self._bounds, replicas, samples) else None
-            seen = Seen(replicas, samples, 0.0 if ample_since is None else now - ample_since, never_ready)
+            seen = Seen(replicas, samples, 0.0 if ample_since is None else now - ample_since, never_begun)
             number = wanted(self._bounds, seen, self._patience_seconds)
             if number != replicas:
                 log.info(
@@ -375,8 +375,8 @@ class Crew:
             self._replicas[place].start()
 
     def _let_go(self) -> None:
-        """The last that came; before any that works, one that was never ready."""
-        *_, place = sorted(self._staying, key=lambda place: not self._replicas[place].was_ever_ready)
+        """The last that came; before any that works, one for which there was no room."""
+        *_, place = sorted(self._staying, key=lambda place: not self._replicas[place].has_begun)
         self._leaving[place] = {*self._router.gone(place)}
         self._begin(self._left(place), f"the end of {place}")
 

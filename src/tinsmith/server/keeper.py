@@ -66,7 +66,7 @@ class Keeper:
         lives: Lives,
         on_change: Callable[[bool], Awaitable[None]] = nothing,
     ) -> None:
-        self.is_ready = self.was_ever_ready = False
+        self.is_ready = False
         self.problem: str | None = None
         """Why there will be no worker any more."""
         self.settled = asyncio.Event()
@@ -75,6 +75,8 @@ class Keeper:
         """How the last worker ended that was ready; `None` if there was none."""
         self.where, self.process = "", 0
         """The machine that it is on, and its process there, if it says so."""
+        self.has_begun = False
+        """Whether there was ever room for it."""
         self.members: dict[int, Member] = {}
         """By rank: those who share its training."""
         self.told = Told()
@@ -100,6 +102,7 @@ class Keeper:
         self._held_up: tuple[str, float] | None = None
         self._silent_seconds = 0
         self._no_room: dict[str, str] = {}
+        self._was_ever_ready = False
         self._cannot_begin: str | None = None
         self._cannot_load: str | None = None
 
@@ -117,7 +120,7 @@ class Keeper:
             return self._held_up[0]
         if self._cannot_load is not None:
             return f"its worker could not be started again: {self._cannot_load}; it is tried again and again"
-        if self.was_ever_ready and not self.is_ready:
+        if self._was_ever_ready and not self.is_ready:
             return "its worker is gone, and is being started again"
         return None
 
@@ -146,12 +149,13 @@ class Keeper:
             status, was_ready = await self._live()
             if self._stopping:
                 return
+            self._was_ever_ready = self._was_ever_ready or was_ready
             if self._cannot_begin is None:  # else there was no place for it, which says nothing about the model
                 failed_starts += 1
             is_hopeless = self._last_words.is_final or failed_starts == MAX_FAILED_STARTS
-            if is_hopeless and not self.was_ever_ready:
+            if is_hopeless and not self._was_ever_ready:
                 break
-            if self.was_ever_ready and not was_ready:
+            if self._was_ever_ready and not was_ready:
                 self._cannot_load = self._why(status).rstrip(".")
             if self._was_useful:
                 pause = FIRST_PAUSE_SECONDS
@@ -183,7 +187,8 @@ class Keeper:
         try:
             status = await self._run()
         except CannotBeginError as error:
-            self._last_words, self._cannot_begin = Message(failed=str(error)), str(error)
+            why = str(error).rstrip(".")
+            self._last_words, self._cannot_begin = Message(failed=why), why
         was_ready, self.is_ready = self.is_ready, False
         if was_ready:
             self.last_status = status
@@ -239,13 +244,12 @@ class Keeper:
             log.warning("The worker of %s printed %r.", self._who, line[:200], extra=self._whose)
             return
         if message.where:
-            self.where, self.process = message.where, message.process
+            self.where, self.process, self.has_begun = message.where, message.process, True
         elif message.member is not None:
             self.members[message.member.rank] = message.member
         elif message.ready:
-            was_ever_ready, self.was_ever_ready = self.was_ever_ready, True
-            self.is_ready, self._cannot_load = True, None
-            if was_ever_ready:
+            self.is_ready, self.has_begun, self._cannot_load = True, True, None
+            if self._was_ever_ready:
                 log.info("The worker of %s is back.", self._who, extra=self._whose)
             await self._changed(is_ready=True)
             self.settled.set()

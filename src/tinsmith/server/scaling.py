@@ -1,8 +1,8 @@
 """How many sampler replicas a base model should have, by what waits to be drawn. Pure: whoever calls it knows the time.
 
 More are started at once, as many as the samples need. Fewer are kept only after they were enough for a while, one after
-the other: a replica takes long to load, and rounds of sampling come in waves. Those that were never ready, as there may
-be no room for them, are withdrawn as soon as fewer are enough, all at once. The two bounds are apart, so that no load
+the other: a replica takes long to load, and rounds of sampling come in waves. Those for which there was no room yet are
+withdrawn as soon as fewer are enough, all at once. The two bounds are apart, so that no load
 makes the number go up and down.
 """
 
@@ -33,8 +33,8 @@ class Seen(NamedTuple):
     """Asked for and not done."""
     ample_seconds: float
     """For how long one replica less would have been enough."""
-    never_ready: int = 0
-    """Those of the replicas that could not draw anything yet."""
+    never_begun: int = 0
+    """Those of the replicas for which there was no room yet."""
 
 
 def is_ample(bounds: Bounds, replicas: int, samples: int) -> bool:
@@ -49,13 +49,13 @@ def _enough(samples: int) -> int:
 def wanted(bounds: Bounds, seen: Seen, patience_seconds: float) -> int:
     """How many replicas there should be.
 
-    If fewer are enough, those that were never ready go at once, as many as are not needed; where all work, one goes if
+    If fewer are enough, those without room go at once, as many as are not needed; where all have begun, one goes if
     that has been so for longer than the patience lasts.
     """
     number = max(seen.replicas, math.ceil(seen.samples / SAMPLES_EACH))
     if is_ample(bounds, seen.replicas, seen.samples):
-        if seen.never_ready:
-            number = max(seen.replicas - seen.never_ready, _enough(seen.samples))
+        if seen.never_begun:
+            number = max(seen.replicas - seen.never_begun, _enough(seen.samples))
         elif seen.ample_seconds >= patience_seconds:
             number = seen.replicas - 1
     return min(max(number, bounds.least), bounds.most)
