@@ -97,6 +97,10 @@ def test_what_else_can_be_wrong_at_the_start_is_said_in_one_line(model: Path, tm
     unreachable = failed_start(state, served, "--database=postgresql://ann:secret@127.0.0.1:1/tinsmith")
     assert "The database cannot be opened" in unreachable
     assert "secret" not in unreachable
+    (tmp_path / "junk.db").write_text("no database\n" * 1000)
+    damaged = failed_start(tmp_path / "other", served, f"--database=sqlite:///{tmp_path / 'junk.db'}")
+    assert f"The database {tmp_path / 'junk.db'} cannot be read" in damaged
+    assert "--ray is empty" in failed_start(tmp_path / "other", served, "--ray=")
 
 
 @pytest.mark.one_machine("on a cluster such a start is refused")

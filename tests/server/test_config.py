@@ -27,6 +27,24 @@ def test_a_base_model_that_cannot_be_sharded_is_refused(tmp_path: Path, options:
     ServerConfig(models=models, **{**options, "shard_base": "auto"})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("scheme", ["sqlite", "sqlite+pysqlite"])
+def test_a_relative_database_is_the_same_file_for_workers_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = (ModelSource("tiny", "/nowhere"),)
+    expected = f"{scheme}:///{tmp_path}/some/where.db"
+    for said in (f"{scheme}:///some/where.db", expected):
+        assert ServerConfig(models=models, database=said).database_url == expected
+    elsewhere = "postgresql://ann@host/tinsmith"
+    assert ServerConfig(models=models, database=elsewhere).database_url == elsewhere
+
+
+def test_a_storage_that_no_other_process_finds_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'memory://x', which each process has for itself.*s3://bucket/prefix"):
+        ServerConfig(models=(ModelSource("tiny", "/nowhere"),), storage="memory://x")
+
+
 def test_settings_show_no_secrets() -> None:
     url = "postgresql://ann:hunter2@host/tinsmith"
     config = ServerConfig(models=(ModelSource("tiny", "/nowhere"),), database=url, api_keys=("tml-hunter2",))

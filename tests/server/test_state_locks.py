@@ -13,7 +13,7 @@ from filelock import FileLock
 
 from tinsmith.errors import ConfigError
 from tinsmith.server import state_locks
-from tinsmith.server.state_locks import check_database, sole_use
+from tinsmith.server.state_locks import check_database, note_database, sole_use
 
 _WORKER = """
 import sys
@@ -82,8 +82,10 @@ def test_a_folder_that_cannot_be_made_is_said_so(tmp_path: Path) -> None:
 
 def test_a_folder_takes_the_first_database_for_its_own_and_no_other_after_it(tmp_path: Path) -> None:
     check_database(tmp_path, None)
+    check_database(tmp_path, "of a start that failed")
     for _ in range(2):
         check_database(tmp_path, "mine")
+        note_database(tmp_path, "mine")
     for other in ("another", None):
         with pytest.raises(ConfigError, match="belongs to another database, that with the id mine") as refused:
             check_database(tmp_path, other)

@@ -23,7 +23,7 @@ from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server import folder_cache, objects, stored_folders
 from tinsmith.server.engine.damage import DamagedError
 from tinsmith.server.full_disk import DiskFullError
-from tinsmith.server.objects import Objects, StorageAwayError, check_url
+from tinsmith.server.objects import Objects, StorageAwayError, check_rights, check_url
 from tinsmith.server.snapshots import SnapshotFolders
 from tinsmith.server.spilled import StoredSpilled
 from tinsmith.server.storage import check_storage, move_in, note_storage, open_storage
@@ -474,6 +474,27 @@ def test_a_storage_that_cannot_be_used_is_refused_with_what_to_change(
     elsewhere(monkeypatch, "http://127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"cannot be used: EndpointConnectionError"):
         Objects(s3).claim("a")
+
+
+def test_a_worker_without_the_credentials_of_the_server_says_so_and_an_outage_is_none_of_its_faults(
+    s3: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_rights("")
+    check_rights(s3)
+    elsewhere(monkeypatch, "http://127.0.0.1:9")
+    check_rights(s3)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setattr(S3FileSystem, "_cache", {})
+    with pytest.raises(ConfigError, match=r"cannot be used there: .*credentials.*`ray start`.*AWS_ACCESS_KEY_ID"):
+        check_rights(s3)
+
+
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:9/x", "gs://bucket/x"])
+def test_what_a_library_cannot_do_is_said_with_the_place(url: str) -> None:
+    with pytest.raises(ConfigError, match=f"The storage {url} cannot be "):
+        Objects(url)
 
 
 def test_without_the_package_for_a_bucket_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,7 @@ from tinsmith.cli.params import Number
     metavar="NUMBER",
     help="Processes that share the training of each model; on GPUs, each has one of its own.",
 )
-@click.option("--ray", default="", metavar="ADDRESS", help="A Ray cluster for the workers: HOST:PORT, or auto.")
+@click.option("--ray", metavar="ADDRESS", help="A Ray cluster for the workers: HOST:PORT, or auto.")
 @click.option(
     "--sample-workers",
     default="0",
@@ -213,7 +213,7 @@ def command(
     dtype: str,
     train_workers: int,
     shard_base: str,
-    ray: str,
+    ray: str | None,
     sample_workers: str,
     idle_sample_worker: float,
     worker_cpus: int,
@@ -223,7 +223,7 @@ def command(
     audit_days: int,
 ) -> None:
     """Serve the Tinker API on this machine."""
-    from tinsmith.errors import MissingExtraError
+    from tinsmith.errors import ConfigError, MissingExtraError
 
     try:
         from tinsmith.server import logs
@@ -236,6 +236,8 @@ def command(
         raise MissingExtraError(error.name or "uvicorn", "server", "Serving") from error
     logs.configure(log_format, log_level)  # type: ignore[arg-type]
     with _errors_in_the_log(log_format):
+        if ray == "":  # of a variable that is not set, say
+            raise ConfigError("--ray is empty; give HOST:PORT of the cluster's head, or auto, or leave it out.")
         config = ServerConfig(
             models=tuple(prepared(parse_source(model)) for model in models),
             host=host,
@@ -258,7 +260,7 @@ def command(
             dtype=dtype,  # type: ignore[arg-type]
             train_workers=train_workers,
             shard_base=shard_base,  # type: ignore[arg-type]
-            ray=ray,
+            ray=ray or "",
             sample_workers=parse_bounds(sample_workers).least,
             most_sample_workers=parse_bounds(sample_workers).most,
             idle_sample_worker_seconds=idle_sample_worker,

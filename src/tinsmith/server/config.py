@@ -164,6 +164,11 @@ class ServerConfig(SecretsHidden, frozen=True, kw_only=True):
             if not key.startswith("tml-"):  # it is not told: what is no key may be a password
                 raise ConfigError(f"The API key number {number} must start with 'tml-': clients send no others.")
 
+        if self.storage.partition(":")[0].lower() == "memory":
+            raise ConfigError(
+                f"--storage is {self.storage!r}, which each process has for itself: what one writes, no other finds. "
+                "Leave it out, so that files lie in the state folder, or give the URL of a bucket: s3://bucket/prefix."
+            )
         self._check_sharding()
 
     def _check_sharding(self) -> None:
@@ -187,7 +192,13 @@ class ServerConfig(SecretsHidden, frozen=True, kw_only=True):
 
     @property
     def database_url(self) -> str:
-        return self.database or f"sqlite:///{self.state.absolute() / DATABASE_FILE}"
+        """The same for all processes: a relative file is one of the folder that this one was started in."""
+        if not self.database:
+            return f"sqlite:///{self.state.absolute() / DATABASE_FILE}"
+        scheme, _, file = self.database.partition(":///")
+        if scheme.startswith("sqlite") and file not in ("", ":memory:"):
+            return f"{scheme}:///{Path(file).absolute()}"
+        return self.database
 
     @property
     def checkpoints(self) -> Path:

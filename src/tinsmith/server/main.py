@@ -16,6 +16,8 @@ from types import FrameType
 from typing import TypeAlias
 from uuid import uuid4
 
+from sqlalchemy.exc import DatabaseError
+
 from tinsmith._version import __version__
 from tinsmith.errors import ConfigError
 from tinsmith.server.app import create_app
@@ -27,7 +29,7 @@ from tinsmith.server.memory import collect_seldom
 from tinsmith.server.models import ModelFacts, describe
 from tinsmith.server.serve import ApiServer, allow_many_connections, listen
 from tinsmith.server.shared_workers import SharedWorkers
-from tinsmith.server.state_locks import check_database, sole_use
+from tinsmith.server.state_locks import check_database, note_database, sole_use
 from tinsmith.server.storage import check_storage, move_in, note_storage, open_storage
 from tinsmith.server.store import Store, StoreUnavailableError
 from tinsmith.server.store.database import utc_now
@@ -102,9 +104,11 @@ def _lives(config: ServerConfig, base_models: Iterable[str]) -> Lives | None:
 def _tidy_files(config: ServerConfig, store: Store) -> None:
     """Refuses a storage that is out of reach, or another's."""
     check_storage(config.state, config.storage)
+    database_id = store.identity.database_id()
     storage = open_storage(config.state, config.storage, config.cache_bytes, store)
     if storage.objects is not None:
-        storage.objects.claim(store.identity.database_id())
+        storage.objects.claim(database_id)
+    note_database(config.state, database_id)
     note_storage(config.state, config.storage)
     with _refused_if_away():
         storage.checkpoints.tidy()
@@ -131,7 +135,7 @@ def _refused_if_away() -> Iterator[None]:
 def _log_start(config: ServerConfig, models: Sequence[str]) -> None:
     kept = "no limit to" if config.max_checkpoint_bytes is None else f"{config.max_checkpoint_bytes:,} bytes of"
     log.info(
-        "Tinsmith %s starts on %s, port %d, with its state in %s%s%s. Limits for each owner: %s models, %s "
+        "Tinsmith %s starts on %s, port %d, with its state in %s%s%s%s. Limits for each owner: %s models, %s "
         "checkpoints, %s operations that wait with %s bytes, %s open requests.",
         __version__,
         config.host,
@@ -139,6 +143,7 @@ def _log_start(config: ServerConfig, models: Sequence[str]) -> None:
         config.state,
         " and in a database elsewhere" if config.database else "",
         f", its files in {config.storage}" if config.storage else "",
+        f", its workers on {_cluster(config)}" if config.ray else "",
         f"{config.max_models:,}",
         kept,
         f"{config.max_queued_requests:,}",
@@ -146,6 +151,10 @@ def _log_start(config: ServerConfig, models: Sequence[str]) -> None:
         f"{config.max_open_requests:,}",
     )
     log.info("Loading %s ...", ", ".join(models))
+
+
+def _cluster(config: ServerConfig) -> str:
+    return "the Ray cluster of this machine" if config.ray == "auto" else f"the Ray cluster at {config.ray}"
 
 
 async def _run(
@@ -215,6 +224,12 @@ def _opened_store(config: ServerConfig) -> Store:
     except StoreUnavailableError as error:
         reason = str(error.orig).strip().partition("\n")[0]
         raise ConfigError(f"The database cannot be opened: {reason}. Check --database, and that it is up.") from error
+    except DatabaseError as error:
+        file = config.database_url.partition(":///")[2]
+        raise ConfigError(
+            f"The database {file} cannot be read: {error.orig}. If the disk is sound, the file is damaged or none of "
+            "ours: put that of a backup in its place, or give another with --database or --state."
+        ) from error
 
 
 def _nothing_more_to_do(number: int, frame: FrameType | None) -> None:

@@ -38,6 +38,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
 }
 _EXTRAS = {"s3": "s3fs"}
+_NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "TokenRetrievalError")
 
 
 class StorageAwayError(WaitError):
@@ -78,8 +79,7 @@ class Objects:
         except Exception as error:
             raise ConfigError(
                 f"The storage {self.url} cannot be used: {type(error).__name__}: {first_line(error)}. Check --storage, "
-                "and what its library reads from the environment: for s3://, AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
-                "AWS_DEFAULT_REGION, and AWS_ENDPOINT_URL if it is not Amazon's."
+                f"and {_read_from_environment(self.url)}."
             ) from error
         if found != database_id:
             raise ConfigError(
@@ -197,12 +197,38 @@ class Objects:
         self._ask("cat_file", self._path(_MARK))
         self._ask("pipe_file", self._path(_PROBE), b"")
 
+    def check_rights(self) -> None:
+        try:
+            self._probe()
+        except Exception as error:
+            if isinstance(error, PermissionError) or type(error).__name__ in _NO_CREDENTIALS:
+                raise ConfigError(
+                    f"The storage {self.url} cannot be used there: {first_line(error)}. Whatever starts this process, "
+                    f"as `ray start` does on each node, must have {_read_from_environment(self.url)}."
+                ) from error
+            log.warning("The storage %s is out of reach: %s", self.url, first_line(error))
+
     def _has_mark(self) -> bool:
         try:
             self._ask("cat_file", self._path(_MARK))
         except Exception:  # noqa: BLE001 - as above
             return False
         return True
+
+
+def check_rights(url: str) -> None:
+    """Refuses a storage whose credentials or library this process lacks; one that is out of reach may come back."""
+    if url:
+        Objects(url).check_rights()
+
+
+def _read_from_environment(url: str) -> str:
+    if urlsplit(url).scheme == "s3":
+        return (
+            "what its library reads from the environment: AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, "
+            "AWS_DEFAULT_REGION, and AWS_ENDPOINT_URL if it is not Amazon's"
+        )
+    return "the credentials that fsspec's library for this kind of URL reads from the environment"
 
 
 def _seconds(size: int) -> float:
@@ -231,7 +257,11 @@ def _opened(url: str) -> tuple[Any, str]:
     except ImportError as error:
         if scheme in _EXTRAS:
             raise MissingExtraError(_EXTRAS[scheme], scheme, f"A storage such as {url}") from error
-        raise ConfigError(f"The storage {url} cannot be used: {error}.") from error
+        raise ConfigError(
+            f"The storage {url} cannot be used: {error}. Install that with pip, wherever a server or a worker runs."
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"The storage {url} cannot be reached: {error}. Check --storage.") from error
     except ValueError as error:
         raise ConfigError(f"--storage is {url!r}, which cannot be used: {error}. Take s3://bucket/prefix.") from error
     return files, root.rstrip("/")

@@ -129,6 +129,8 @@ class SharedWorkers:
         if not self._led.hears:
             await self._end_silent()
         if self._finds_files_of(leader) and self._led.hears:
+            if not self._has_settled:
+                log.info("Another server leads: %s. This one stands by.", leader.name)
             self._settle()
         await self._recount()
         if self._led.samples:

@@ -68,20 +68,20 @@ def one_at_a_time(file: Path) -> Iterator[None]:
 
 
 def check_database(state: Path, database_id: str | None) -> None:
-    """Refuses a database, or `None` if there is none, that is not the one of this folder.
-
-    A folder that was never used with one, or by a release that noted none, is that of this database from now on.
-    """
+    """Refuses a database, or `None` if there is none, that is not the one of this folder."""
     file = state / DATABASE_ID
-    if not file.exists():
-        if database_id is not None:
-            write_note(file, database_id)
-    elif (expected := file.read_text().strip()) != database_id:
+    if file.exists() and (expected := file.read_text().strip()) != database_id:
         raise ConfigError(
             f"The state folder {state} belongs to another database, that with the id {expected}. Start the server with "
             "the --database that it had before, or choose another folder for this one, with --state. If that database "
             f"is lost for good, delete {file}; the server will know nothing of what is in the folder."
         )
+
+
+def note_database(state: Path, database_id: str) -> None:
+    """From now on the folder is that of this database: to be called when it is known that a server can use both."""
+    if not (state / DATABASE_ID).exists():
+        write_note(state / DATABASE_ID, database_id)
 
 
 def write_note(file: Path, text: str) -> None:

@@ -23,6 +23,7 @@ from tinsmith.server.on_ray.refusals import (
     check_version,
     only_here,
     only_kind,
+    reason,
     uses_gpus,
 )
 
@@ -33,6 +34,12 @@ MODELS = (ModelSource("m", "m"),)
 
 def seat(cpus: int = 1) -> Seat:
     return Seat(base_model="m", place="train", cpus=cpus, processes=1)
+
+
+def test_what_ray_says_of_every_death_is_left_out_of_the_reason() -> None:
+    said = "The actor died.\n  Its node is gone. There are some potential root causes. (1) ..."
+    assert reason(RuntimeError(said)) == "Its node is gone"
+    assert reason(RuntimeError()) == "RuntimeError"
 
 
 @pytest.mark.parametrize("version", ["2.54.1", "1.13.0", "3.0.0"])

@@ -18,8 +18,10 @@ import msgspec
 import ray
 from ray.actor import ActorHandle
 
+from tinsmith.errors import ConfigError, MissingExtraError
 from tinsmith.server.bell import Bell
 from tinsmith.server.messages import Message, WorkerSettings
+from tinsmith.server.objects import check_rights
 from tinsmith.server.on_ray.line import Line
 from tinsmith.server.on_ray.member import MembersOnRay
 from tinsmith.server.on_ray.messages import LineAddress
@@ -110,6 +112,11 @@ class WorkerActor:
         except OSError as error:
             why = f"the state folder {state} cannot be used there: {error}; choose another with --state, for all nodes"
             line.tell(Message(failed=why, is_final=True))
+            raise SystemExit(1) from error
+        try:
+            check_rights(settings.storage)
+        except (ConfigError, MissingExtraError) as error:
+            line.tell(Message(failed=str(error), is_final=True))
             raise SystemExit(1) from error
         members = MembersOnRay(self._member_options, line.tell, speaker.note_log)
         run(settings, bell, line.tell, self._published, self._received, members, speaker.end)

@@ -181,7 +181,6 @@ class _ActorLife:
             status = await self._work()
         except RayError as error:
             if not self._is_killed:  # else the server knows why
-                log.error("The actor of %s is lost: %s", self._whose, " ".join(str(error).split()))
                 self._say(Message(failed=f"its actor is gone: {reason(error)}"))
         except Exception:
             log.exception("The actor of %s is lost.", self._whose)

@@ -145,6 +145,11 @@ def _connect(address: str, namespace: str) -> None:
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, configure_logging=False)
     except (AuthenticationError, ConnectionError, OSError, ValueError) as error:  # a wrong token is told as any of them
+        if isinstance(error, AuthenticationError) or "token" in str(error).lower():
+            raise RefusedError(
+                f"The Ray cluster at {address} wants another token: {_first_line(error)} Set RAY_AUTH_MODE=token, and "
+                "RAY_AUTH_TOKEN or ~/.ray/auth_token as on its nodes."
+            ) from error
         raise RefusedError(
             f"The Ray cluster at {address} cannot be joined: {_first_line(error)} Start Ray on this machine, with "
             "`ray start`, or correct --ray; if the cluster wants a token, set RAY_AUTH_MODE and RAY_AUTH_TOKEN as on "

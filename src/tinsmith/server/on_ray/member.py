@@ -140,7 +140,6 @@ class _RayMember(MemberLife):
                 return Ending(heard.status, last_words.failed, last_words.is_final)
 
     def _lost(self, error: RayError) -> Ending:
-        log.error("The actor of rank %d is lost: %s", self._rank, " ".join(str(error).split()))
         return Ending(UNSEEN, f"its actor is gone: {reason(error)}")
 
     def kill(self) -> None:

@@ -15,6 +15,8 @@ _KIND = "accelerator_type:"
 _NODE = "node:"
 _A_LITTLE = 0.001
 """Of what a node has one of, so that many can have some."""
+_GUESSES = " There are some potential root causes"
+"""What Ray says after this is the same of every death."""
 
 
 class RefusedError(Exception):
@@ -46,7 +48,8 @@ def other_version(version: str, where: str) -> str:
 def reason(error: Exception) -> str:
     """What is wrong in an error of Ray's, which tells much more."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1].rstrip(".") if lines else type(error).__name__
+    said = lines[-1].partition(_GUESSES)[0].rstrip(".") if lines else ""
+    return said or type(error).__name__
 
 
 def check_kinds(base_model: str, nodes: Iterable[Node]) -> None:
