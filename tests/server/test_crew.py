@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -673,5 +673,27 @@ def test_what_a_dead_replica_had_is_for_others_also_if_the_database_was_away_whe
             monkeypatch.setattr(here.store.jobs, "requeue", away_once)
             here.lives.living[mine].end(-9)  # and its successor waits for room, for as long as it takes
             await until(lambda: here.claim(other) == [request])
+
+    run(scenario)
+
+
+def test_one_look_that_fails_is_not_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with world(tmp_path, Bounds(1, 2)) as here:
+            await here.ready("train", "sample-0")
+            real, has_failed = here.store.jobs.still_open, False
+
+            def fail_once(request_ids: Iterable[str]) -> Any:
+                nonlocal has_failed
+                if not has_failed:
+                    has_failed = True
+                    raise RuntimeError("a fault of ours")
+                return real(request_ids)
+
+            monkeypatch.setattr(here.store.jobs, "still_open", fail_once)
+            request, _ = here.submit(0, [1])
+            await until(lambda: has_failed)
+            assert here.store.jobs.cancel(request, "ann") == "cancelled"
+            await until(lambda: here.crew.states()[1].samples == 0)
 
     run(scenario)

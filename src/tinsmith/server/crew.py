@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import ChainMap
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -96,6 +96,9 @@ class Crew:
         """What those that have ended had counted."""
         self._elsewhere: dict[str, tuple[int, float]] = {}
         """By other server: samples that came to it and are not drawn yet, and when it said so."""
+        self._underway_before = set[str]()
+        self._ample_since: float | None = None
+        """Since when one replica less would be enough."""
 
     def _keeper(self, role: Role, place: str, processes: int) -> Keeper:
         return Keeper(
@@ -211,10 +214,10 @@ class Crew:
         if self._replicas:
             await self._put_back("", None)  # whatever a server before this one has left
             await self._deal_to_nobody()  # so that it is counted when it is dealt out
-            self._begin(self._deal_again(), "strays")
-            self._begin(self._recount_again(), "recount")
+            self._begin(self._again(self._deal, DEAL_SECONDS), "strays")
+            self._begin(self._again(self._recount, RECOUNT_SECONDS), "recount")
             if self._bounds.most > self._bounds.least:
-                self._begin(self._scale_again(), "number of replicas")
+                self._begin(self._again(self._scale, SCALE_SECONDS), "number of replicas")
         else:  # who was here before may have had replicas
             await self._deal_to_nobody()
         for keeper in self._keepers.values():
@@ -240,6 +243,17 @@ class Crew:
         task = asyncio.create_task(work, name=f"{what} of {self._base_model}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _again(self, work: Callable[[], Awaitable[None]], seconds: float) -> None:
+        """Whatever goes wrong once: nobody else would do it."""
+        while True:
+            try:
+                await work()
+            except StoreUnavailableError:  # its workers say so
+                pass
+            except Exception:
+                log.exception("could not look after the replicas of %s", self._base_model)
+            await asyncio.sleep(seconds)
 
     def _hear(self, done: Sequence[str]) -> None:
         self.are_over(done)
@@ -310,22 +324,11 @@ class Crew:
                 if not dealt:
                     return
 
-    async def _deal_again(self) -> None:
-        while True:
-            with contextlib.suppress(StoreUnavailableError):  # its workers say so
-                await self._deal()
-            await asyncio.sleep(DEAL_SECONDS)
-
-    async def _recount_again(self) -> None:
+    async def _recount(self) -> None:
         """What another server has settled is told once, and may not be heard: it would count for ever."""
-        before = set[str]()
-        while True:
-            await asyncio.sleep(RECOUNT_SECONDS)
-            long_underway = before & {*self._router.underway}
-            with contextlib.suppress(StoreUnavailableError):  # its workers say so
-                still_open = await asyncio.to_thread(self._store.jobs.still_open, long_underway)
-                self.are_over(long_underway - still_open)
-            before = {*self._router.underway}
+        long_underway = self._underway_before & {*self._router.underway}
+        self._underway_before = {*self._router.underway}
+        self.are_over(long_underway - await asyncio.to_thread(self._store.jobs.still_open, long_underway))
 
     async def _deal_to_nobody(self) -> None:
         while strays := await asyncio.to_thread(self._store.jobs.strays, self._base_model, [""]):
@@ -338,28 +341,22 @@ class Crew:
         """Where the replicas are that shall not end, in the order in which they came."""
         return [place for place in self._replicas if place not in self._leaving]
 
-    async def _scale_again(self) -> None:
-        ample_since: float | None = None
-        while True:
-            now = time.monotonic()
-            staying, samples = self._staying, self._to_draw(now)
-            replicas, never_begun = len(staying), sum(not self._replicas[place].has_begun for place in staying)
-            ample_since = (ample_since or now) if is_ample(self._bounds, replicas, samples) else None
-            seen = Seen(replicas, samples, 0.0 if ample_since is None else now - ample_since, never_begun)
-            number = wanted(self._bounds, seen, self._patience_seconds)
-            if number != replicas:
-                log.info(
-                    "Samples of %s that are not drawn yet: %d; replicas from now on: %d.",
-                    self._base_model,
-                    samples,
-                    number,
-                )
-                ample_since = None
-            for _ in range(replicas, number):
-                self._add_replica()
-            for _ in range(number, replicas):
-                self._let_go()
-            await asyncio.sleep(SCALE_SECONDS)
+    async def _scale(self) -> None:
+        now = time.monotonic()
+        staying, samples = self._staying, self._to_draw(now)
+        replicas, never_begun = len(staying), sum(not self._replicas[place].has_begun for place in staying)
+        self._ample_since = (self._ample_since or now) if is_ample(self._bounds, replicas, samples) else None
+        ample_seconds = 0.0 if self._ample_since is None else now - self._ample_since
+        number = wanted(self._bounds, Seen(replicas, samples, ample_seconds, never_begun), self._patience_seconds)
+        if number != replicas:
+            log.info(
+                "Samples of %s that are not drawn yet: %d; replicas from now on: %d.", self._base_model, samples, number
+            )
+            self._ample_since = None
+        for _ in range(replicas, number):
+            self._add_replica()
+        for _ in range(number, replicas):
+            self._let_go()
 
     def _to_draw(self, now: float) -> int:
         """Samples that are not drawn yet, wherever they were submitted."""

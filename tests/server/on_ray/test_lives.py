@@ -55,3 +55,18 @@ def test_a_bridge_that_does_not_kill_when_it_is_told_is_killed_itself(
         await those.close()
 
     asyncio.run(scenario())
+
+
+def test_a_bridge_that_is_not_understood_ends_with_its_workers_and_another_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lives, "BRIDGE_MODULE", "tests.server.on_ray.garbled_bridge")
+
+    async def scenario() -> None:
+        those = on_ray(tmp_path)
+        assert await (await those.begin(SETTINGS)).ended() == UNSEEN
+        monkeypatch.setattr(lives, "BRIDGE_MODULE", "tests.server.on_ray.deaf_bridge")
+        await those.begin(SETTINGS)
+        await those.close()
+
+    asyncio.run(scenario())

@@ -48,7 +48,7 @@ class Cluster:
         self._settings = settings
         check_version(ray.__version__)
         _connect(settings.address, namespace)
-        self._nodes = {node["NodeID"]: Node(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+        self._nodes = _living_nodes()
         check_state(settings.kept_here, self._nodes.values())
         self._here = ray.get_runtime_context().get_node_id()
         self.uses_gpus = uses_gpus(settings.device, self._nodes.values())
@@ -88,11 +88,14 @@ class Cluster:
                 remove_placement_group(group)
 
     def _added(self, base_model: str, place: str) -> tuple[PlacementGroup, int]:
-        needed = self._bundles[base_model, FIRST_REPLICA]
-        first, _ = self._groups[base_model, FIRST_REPLICA]
-        same = same_kind(self._nodes_of(first)) if self.uses_gpus else {}
-        group = self._later[base_model, place] = placement_group([{**needed, **same}], strategy="PACK")
-        return group, 0
+        """The one that it has, if Ray did not take its actor the last time."""
+        if (base_model, place) not in self._later:
+            needed = self._bundles[base_model, FIRST_REPLICA]
+            first, _ = self._groups[base_model, FIRST_REPLICA]
+            self._nodes = _living_nodes()  # the first replica may be on one that was added
+            same = same_kind(self._nodes_of(first)) if self.uses_gpus else {}
+            self._later[base_model, place] = placement_group([{**needed, **same}], strategy="PACK")
+        return self._later[base_model, place], 0
 
     def _placed(self) -> dict[tuple[str, str], tuple[PlacementGroup, int]]:
         """A group for each base model, with a bundle for each process of its workers; where the first of each is."""
@@ -129,6 +132,10 @@ class Cluster:
     def _nodes_of(self, group: PlacementGroup) -> list[Node]:
         where = placement_group_table(group)["bundles_to_node_id"].values()
         return [self._nodes[node_id] for node_id in where if node_id in self._nodes]
+
+
+def _living_nodes() -> dict[str, Node]:
+    return {node["NodeID"]: Node(node["Resources"]) for node in ray.nodes() if node["Alive"]}
 
 
 def _connect(address: str, namespace: str) -> None:

@@ -148,20 +148,24 @@ class _Bridge:
             await self._listening
 
     async def _listen(self) -> None:
-        async for line in self._output:
-            report = msgspec.json.decode(line, type=Report)
-            life = self._lives.get(report.life)
-            if life is None:
-                continue
-            life.hear(report)
-            if report.ended is not None:
-                del self._lives[report.life]
+        try:
+            async for line in self._output:
+                self._hear(msgspec.json.decode(line, type=Report))
+        except (ValueError, msgspec.DecodeError):  # a line that is none, or that does not end
+            log.exception("What the process says that speaks with the Ray cluster is not understood.")
+            self.kill()
         self.is_over = True
         status = await self._process.wait()
         if self._lives:
             log.error("%s; the workers end with it.", _gone(status))
         for life in self._lives.values():
             life.hear(Report(ended=UNSEEN))
+
+    def _hear(self, report: Report) -> None:
+        if (life := self._lives.get(report.life)) is not None:
+            life.hear(report)
+            if report.ended is not None:
+                del self._lives[report.life]
 
 
 def _gone(status: int) -> str:
@@ -203,6 +207,9 @@ class RayLife(Life):
             with contextlib.suppress(OSError):  # how it ended, the bridge tells
                 async for message in reader:
                     self._said.put_nowait(message)
+        except ValueError as error:
+            self._say(Message(failed=f"what it said was too long: {error}"))
+            self.kill()
         finally:
             line.close()
 
