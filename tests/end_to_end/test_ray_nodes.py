@@ -27,8 +27,8 @@ STEP = tinsmith.AdamParams(learning_rate=1e-3, eps=1e-6)
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayHead]:
-    """With room for one process on each node. What is kept on one machine alone would be refused."""
-    with RayHead(cpus=1) as head, running_bucket(), pytest.MonkeyPatch.context() as patch:
+    """With room for one process on each node, and the credentials of the bucket, which workers have from there."""
+    with running_bucket(), RayHead(cpus=1) as head, pytest.MonkeyPatch.context() as patch:
         for name, value in head.environment.items():
             patch.setenv(name, value)
         yield head

@@ -58,7 +58,7 @@ end all of these have to be gone. Of the threads of our client, most are those i
 end ten seconds after their last use, and there are more of them when many clients come at once.
 """
 
-KEPT_ON_PURPOSE = {"rows of identity", "rows of keys", "rows of turns"}
+KEPT_ON_PURPOSE = {"rows of identity", "rows of keys", "rows of posts", "rows of turns"}
 """What is to outlive its clients: the database's own row, and those for each key."""
 NOT_OURS = "client tinker"
 
