@@ -127,6 +127,7 @@ class World:
 
     async def ready(self, *places: str) -> None:
         for place in places:
+            self.lives.living[place].say(where="here")
             self.lives.living[place].say(ready=True)
         await until(lambda: {state.name for state in self.crew.states() if state.is_ready} >= {*places})
 

@@ -169,11 +169,12 @@ def test_what_was_sent_is_told_until_it_is_over_and_forgotten_with_the_leader() 
     for number in range(3):
         choose(workers, number)
     assert workers.samples == {BASE: 120}
-    assert workers.underway == {f"s:sample:{number}:{number}" for number in range(3)}
+    assert workers.long_underway() == set()
+    assert workers.long_underway() == {f"s:sample:{number}:{number}" for number in range(3)}
     workers.are_over(["s:sample:1:1"])
     assert workers.samples == {BASE: 80}
     workers.forget()
-    assert (workers.samples, workers.underway) == ({}, set())
+    assert (workers.samples, workers.long_underway()) == ({}, set())
 
 
 def test_of_many_tellings_how_much_there_is_to_draw_the_last_goes_out() -> None:

@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.server.workbench import Workbench
+from tests.server.workbench import WAIT_SECONDS, Workbench, hold_up
 from tinsmith.server import sampling_weights, weights_exchange, weights_sources
 from tinsmith.server.engine.adapter_files import PackedAdapter, pack
 from tinsmith.server.engine.adapters import FrozenAdapter
@@ -220,18 +220,10 @@ def test_a_sample_waits_for_a_trainer_that_is_away_and_others_do_not(pair: Pair)
 
 
 def test_a_sample_waits_for_a_busy_trainer_and_others_do_not(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    real = pair.trainer.engine.forward_backward
-
-    def slow(rows: Any) -> Any:
-        reached.set()
-        assert go_on.wait(60)
-        return real(rows)
-
     with pair.training(), pair.sampling():
         model = trained(pair.trainer)
         follower = pair.trainer.following_sampler(model)
-        monkeypatch.setattr(pair.trainer.engine, "forward_backward", slow)
+        reached, go_on = hold_up(monkeypatch, pair.trainer.engine, "forward_backward")
         pair.trainer.data(model, 5)
         assert reached.wait(60)
         waits = pair.sample(follower, 0)
@@ -361,7 +353,9 @@ def test_only_new_samplers_wait_for_weights_that_nobody_has_asked_for(
 
 
 def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT_SECONDS
     while not is_so():
+        assert time.monotonic() < end, "that has not come about"
         time.sleep(0.01)
 
 
@@ -375,19 +369,6 @@ def logprobs(bench: Workbench, request_id: str) -> list[float]:
     return list(found)
 
 
-def held_up(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    reached, go_on = threading.Event(), threading.Event()
-    real = pair.trainer.engine.forward_backward
-
-    def slow(rows: Any) -> Any:
-        reached.set()
-        assert go_on.wait(60)
-        return real(rows)
-
-    monkeypatch.setattr(pair.trainer.engine, "forward_backward", slow)
-    return reached, go_on
-
-
 def test_a_late_answer_is_not_for_samples_that_came_after_it(
     pair: Pair, alone: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,7 +379,7 @@ def test_a_late_answer_is_not_for_samples_that_came_after_it(
     with pair.training(), pair.sampling():
         model = trained(pair.trainer)
         follower = pair.trainer.following_sampler(model)
-        reached, go_on = held_up(pair, monkeypatch)
+        reached, go_on = hold_up(monkeypatch, pair.trainer.engine, "forward_backward")
         data = pair.trainer.data(model, 5, first=5)
         assert reached.wait(60)
         given_up = pair.sample(follower, 0)

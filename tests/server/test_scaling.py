@@ -52,7 +52,7 @@ def test_the_number_follows_from_what_there_is_to_draw(
         (1, 1, 0, 1),
     ],
 )
-def test_those_that_were_never_begun_are_withdrawn_at_once_as_far_as_fewer_are_enough(
+def test_those_that_found_no_room_are_withdrawn_at_once_as_far_as_fewer_are_enough(
     replicas: int, never_begun: int, samples: int, expected: int
 ) -> None:
     assert wanted(Bounds(1, 9), Seen(replicas, samples, 0.0, never_begun), PATIENCE) == expected

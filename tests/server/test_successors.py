@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.server.workbench import Workbench
+from tests.server.workbench import Workbench, hold_up
 
 
 def test_a_worker_whose_bell_is_gone_takes_nothing_new_after_its_step(
@@ -21,21 +19,11 @@ def test_a_worker_whose_bell_is_gone_takes_nothing_new_after_its_step(
         expected = alone.losses(alone.train(model, range(1, 8)))
 
     old, new = Workbench(tmp_path, tiny_folder), Workbench(tmp_path, tiny_folder)
-    is_fifth, reached, go_on = threading.Event(), threading.Event(), threading.Event()
-    real = old.engine.forward_backward
-
-    def stopped(rows: Any) -> Any:
-        if is_fifth.is_set():
-            reached.set()
-            assert go_on.wait(60)
-        return real(rows)
-
-    monkeypatch.setattr(old.engine, "forward_backward", stopped)
     with old.worker() as end:
         model = old.create("s:train:0")
         done = old.train(model, range(1, 5))
         old.result(f"{model}:4")
-        is_fifth.set()
+        reached, go_on = hold_up(monkeypatch, old.engine, "forward_backward")
         fifth = old.data(model, 5, first=5)
         assert reached.wait(60)
         end()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.server.workbench import BASE, WAIT_SECONDS, Workbench
+from tests.server.workbench import BASE, WAIT_SECONDS, Workbench, hold_up
 from tinsmith.server import worker
 from tinsmith.server.engine import adapter_files
 from tinsmith.server.soundness import BrokenEngineError
@@ -79,15 +78,7 @@ def test_a_worker_takes_as_many_samples_as_it_has_room_for_and_leaves_the_others
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "MAX_CLAIMED_SAMPLES", 32)
-    reached, go_on = threading.Event(), threading.Event()
-    real = bench.engine.generator.step
-
-    def slow() -> Any:
-        reached.set()
-        assert go_on.wait(WAIT_SECONDS)
-        return real()
-
-    monkeypatch.setattr(bench.engine.generator, "step", slow)
+    reached, go_on = hold_up(monkeypatch, bench.engine.generator, "step")
     sampler = bench.base_sampler()
     requests = [bench.sample(sampler, number, more={"num_samples": 16}, max_tokens=1) for number in range(5)]
     with bench.worker():
@@ -111,15 +102,7 @@ def test_a_request_for_more_samples_than_a_worker_has_room_for_is_drawn(
 def test_a_worker_that_ends_late_leaves_the_jobs_of_its_successor_alone(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reached, go_on = threading.Event(), threading.Event()
-    real = bench.engine.generator.step
-
-    def slow() -> Any:
-        reached.set()
-        assert go_on.wait(WAIT_SECONDS)
-        return real()
-
-    monkeypatch.setattr(bench.engine.generator, "step", slow)
+    reached, go_on = hold_up(monkeypatch, bench.engine.generator, "step")
     job = bench.sample(bench.base_sampler(), 0, max_tokens=1)
     with bench.worker() as stop:
         assert reached.wait(WAIT_SECONDS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import pytest
 
 from tinsmith.server.bell import Bell
 from tinsmith.server.engine.engine import Engine
@@ -207,3 +208,17 @@ class Workbench:
     def tokens(self, request_id: str) -> list[int]:
         response: SampleResponse = proto.decode_sample_response(self.result(request_id))
         return response.sequences[0].tokens
+
+
+def hold_up(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> tuple[threading.Event, threading.Event]:
+    """Whoever calls this method from now on waits: the first event tells of it, the second lets all go on."""
+    reached, go_on = threading.Event(), threading.Event()
+    real = getattr(owner, name)
+
+    def held_up(*arguments: Any) -> Any:
+        reached.set()
+        assert go_on.wait(WAIT_SECONDS)
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, name, held_up)
+    return reached, go_on

@@ -55,6 +55,17 @@ def _replica(number: int) -> str:
     return f"sample-{number}"
 
 
+def replica_for(job: NewJob, request: SampleRequest, router: Router) -> str:
+    """Empty if there is none. A job that is submitted once more stays where it is."""
+    if job.seq_id is None:
+        return ""
+    request_id = ids.request_id(job.stream, job.seq_id)
+    known = router.where(request_id)
+    if known is not None:
+        return known
+    return router.choose(request_id, job.owner, job.sampler_id, request.prompt.to_ints(), request.num_samples) or ""
+
+
 def _why_it_ends(keeper: Keeper) -> str:
     if keeper.has_begun:
         return "it ends after its last samples"
@@ -96,7 +107,6 @@ class Crew:
         """What those that have ended had counted."""
         self._elsewhere: dict[str, tuple[int, float]] = {}
         """By other server: samples that came to it and are not drawn yet, and when it said so."""
-        self._underway_before = set[str]()
         self._ample_since: float | None = None
         """Since when one replica less would be enough."""
 
@@ -118,12 +128,7 @@ class Crew:
             keeper.wake()
 
     def choose_replica(self, job: NewJob, request: SampleRequest) -> str:
-        if not self._replicas or job.seq_id is None:
-            return ""
-        request_id, prompt = ids.request_id(job.stream, job.seq_id), request.prompt.to_ints()
-        if (known := self._router.where(request_id)) is not None:
-            return known  # it is submitted once more
-        return self._router.choose(request_id, job.owner, job.sampler_id, prompt, request.num_samples) or ""
+        return replica_for(job, request, self._router) if self._replicas else ""
 
     def note_elsewhere(self, server: str, samples: int) -> None:
         """Samples that came to another server and are not drawn yet."""
@@ -326,8 +331,7 @@ class Crew:
 
     async def _recount(self) -> None:
         """What another server has settled is told once, and may not be heard: it would count for ever."""
-        long_underway = self._underway_before & {*self._router.underway}
-        self._underway_before = {*self._router.underway}
+        long_underway = self._router.long_underway()
         self.are_over(long_underway - await asyncio.to_thread(self._store.jobs.still_open, long_underway))
 
     async def _deal_to_nobody(self) -> None:

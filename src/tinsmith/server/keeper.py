@@ -75,8 +75,6 @@ class Keeper:
         """How the last worker ended that was ready; `None` if there was none."""
         self.where, self.process = "", 0
         """The machine that it is on, and its process there, if it says so."""
-        self.has_begun = False
-        """Whether there was ever room for it."""
         self.members: dict[int, Member] = {}
         """By rank: those who share its training."""
         self.told = Told()
@@ -108,6 +106,11 @@ class Keeper:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(), name=f"worker of {self._who}")
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was ever room for it."""
+        return bool(self.where)
 
     @property
     def held_up(self) -> str | None:
@@ -244,11 +247,11 @@ class Keeper:
             log.warning("The worker of %s printed %r.", self._who, line[:200], extra=self._whose)
             return
         if message.where:
-            self.where, self.process, self.has_begun = message.where, message.process, True
+            self.where, self.process = message.where, message.process
         elif message.member is not None:
             self.members[message.member.rank] = message.member
         elif message.ready:
-            self.is_ready, self.has_begun, self._cannot_load = True, True, None
+            self.is_ready, self._cannot_load = True, None
             if self._was_ever_ready:
                 log.info("The worker of %s is back.", self._who, extra=self._whose)
             await self._changed(is_ready=True)

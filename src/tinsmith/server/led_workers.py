@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 from tinsmith.server.bulletin import ModelNews, read_news
+from tinsmith.server.crew import replica_for
 from tinsmith.server.messages import Figure, Replay
 from tinsmith.server.routing import Router
-from tinsmith.server.store import ids
 from tinsmith.server.store.bulletin import Posted
 from tinsmith.server.store.records import Lane, NewJob
 from tinsmith.server.worker_metrics import WorkerState
@@ -70,10 +70,9 @@ class LedWorkers:
         """By base model: those that were sent to its replicas from here and are not drawn yet."""
         return {name: sum(router.loads.values()) for name, router in self._routers.items() if router.loads}
 
-    @property
-    def underway(self) -> set[str]:
-        """The requests they belong to."""
-        return {request_id for router in self._routers.values() for request_id in router.underway}
+    def long_underway(self) -> set[str]:
+        """The requests that were underway at the last call, too."""
+        return {request_id for router in self._routers.values() for request_id in router.long_underway()}
 
     # What the API asks
 
@@ -81,13 +80,7 @@ class LedWorkers:
         self._wake(base_model)
 
     def choose_replica(self, job: NewJob, request: SampleRequest) -> str:
-        router = self._routers[job.base_model or ""]
-        if not router.loads or job.seq_id is None:
-            return ""
-        request_id, prompt = ids.request_id(job.stream, job.seq_id), request.prompt.to_ints()
-        if (known := router.where(request_id)) is not None:
-            return known  # it is submitted once more
-        return router.choose(request_id, job.owner, job.sampler_id, prompt, request.num_samples) or ""
+        return replica_for(job, request, self._routers[job.base_model or ""])
 
     def are_over(self, request_ids: Sequence[str]) -> None:
         for router in self._routers.values():

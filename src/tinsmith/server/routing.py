@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -92,16 +92,17 @@ class Router:
         self._loads: dict[str, int] = {}
         self._underway: dict[str, tuple[str, int]] = {}
         """Where each request is, with how many samples."""
+        self._underway_before = set[str]()
 
     @property
     def loads(self) -> Mapping[str, int]:
         """Samples that are not done, by living replica."""
         return self._loads
 
-    @property
-    def underway(self) -> Collection[str]:
-        """The requests they belong to."""
-        return self._underway.keys()
+    def long_underway(self) -> set[str]:
+        """The requests that were underway at the last call, too: somebody should look whether they are."""
+        before, self._underway_before = self._underway_before, {*self._underway}
+        return before & self._underway_before
 
     @property
     def num_known_blocks(self) -> int:

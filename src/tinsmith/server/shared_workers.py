@@ -77,7 +77,6 @@ class SharedWorkers:
         self._was_away = False
         self._cannot_lead: str | None = None
         self._recount_at = 0.0
-        self._underway_before = set[str]()
         self._other_since: float | None = None
         self._notices: list[Callable[[Sequence[str]], None]] = []
         self._drawn_notices: list[Callable[[Sequence[Drawn]], None]] = []
@@ -150,10 +149,8 @@ class SharedWorkers:
         if time.monotonic() < self._recount_at:
             return
         self._recount_at = time.monotonic() + RECOUNT_SECONDS
-        long_underway = self._led.underway & self._underway_before
-        over = long_underway - await asyncio.to_thread(self._store.jobs.still_open, long_underway)
-        self._led.are_over([*over])
-        self._underway_before = self._led.underway
+        long_underway = self._led.long_underway()
+        self._led.are_over([*long_underway - await asyncio.to_thread(self._store.jobs.still_open, long_underway)])
 
     def _finds_files_of(self, leader: Leader) -> bool:
         """Not if they lie elsewhere; an error if that stays so."""

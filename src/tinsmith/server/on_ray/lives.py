@@ -76,9 +76,10 @@ class RayLives(Lives):
 
 
 def _kept_here(config: ServerConfig) -> str:
-    database, storage = config.database.partition(":")[0], config.storage.partition(":")[0]
-    here = {"the database (give a PostgreSQL URL with --database)": not database.startswith("postgres")}
-    here["the checkpoints (give the URL of a bucket with --storage)"] = storage in ("", "memory")
+    here = {
+        "the database (give a PostgreSQL URL with --database)": not config.database.startswith("postgres"),
+        "the checkpoints (give the URL of a bucket with --storage)": not config.storage,
+    }
     return " and ".join(what for what, is_here in here.items() if is_here)
 
 
