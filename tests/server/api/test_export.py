@@ -95,8 +95,10 @@ def unpacked(answer: Answer, folder: Path) -> Path:
 
 
 def left_in(server: RunningServer) -> set[str]:
-    """The checkpoints that have files, and whatever else lies there."""
-    return {path.relative_to(server.config.checkpoints).as_posix() for path in server.config.checkpoints.glob("*/*/*")}
+    """The checkpoints that have files, when exports have cleared away what they read: a moment after they are sent."""
+    root = server.config.checkpoints
+    until(lambda: not any(root.glob("*/*/.*")))
+    return {path.relative_to(root).as_posix() for path in root.glob("*/*/*")}
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_an_export_is_of_one_checkpoint_although_another_takes_its_place(
     for file in unpacked(first, tmp_path / "first").glob("*.safetensors"):
         assert (again / file.name).read_bytes() == file.read_bytes()
     assert (folders.folder(f"tinker://{run}/{kind}/{name}") / NAMES[1]).read_bytes() == (other / NAMES[1]).read_bytes()
-    until(lambda: left_in(server) == before)
+    assert left_in(server) == before
 
 
 def test_an_export_of_what_was_withdrawn_before_it_was_read_is_refused(
@@ -152,7 +154,7 @@ def test_an_export_of_what_was_withdrawn_before_it_was_read_is_refused(
 
     monkeypatch.setattr(folders, "files", late)
     assert server.get(f"{place}/export?to=peft", key=BORIS).status == 404
-    until(lambda: left_in(server) == before)
+    assert left_in(server) == before
 
 
 @pytest.mark.parametrize(
