@@ -89,6 +89,21 @@ def test_a_worker_takes_as_many_samples_as_it_has_room_for_and_leaves_the_others
         assert all(isinstance(bench.outcome(request), Done) for request in requests)
 
 
+def test_one_owner_gets_three_quarters_of_the_places_of_a_worker(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "MAX_CLAIMED_SAMPLES", 8)
+    reached, go_on = hold_up(monkeypatch, bench.engine.generator, "step")
+    sampler = bench.base_sampler()
+    requests = [bench.sample(sampler, number, max_tokens=1) for number in range(9)]
+    with bench.worker():
+        assert reached.wait(WAIT_SECONDS)
+        states = bench.store.results.statuses(requests)
+        assert [states[request].state for request in requests] == ["running"] * 6 + ["queued"] * 3
+        go_on.set()
+        assert all(isinstance(bench.outcome(request), Done) for request in requests)
+
+
 def test_a_request_for_more_samples_than_a_worker_has_room_for_is_drawn(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,9 @@ Jobs that kill their worker are dealt with in `suspects.py`.
 
 from __future__ import annotations
 
+import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -53,6 +55,8 @@ MAX_CLAIMED_SAMPLES = 256
 MAX_CLAIMED_SAMPLES_ON_GPU = 1024
 """Twice as many as it decodes at once, so that there is always somebody to take the place of those that end. A request
 may ask for many of them, and no other worker can draw what this one has taken."""
+MOST_OF_OWNER = 3 / 4
+"""Of the samples that it takes, so that another's need not wait until one of them ends."""
 MAX_CLAIMED_BYTES = 256 * 2**20
 """Of the payloads of each kind together; decoded they may be several times as large."""
 
@@ -188,12 +192,17 @@ class Worker:
         """Takes new jobs from the store, and drops what nobody wants any more."""
         if self._published is not None:
             publish_wanted(self._published, self._own_weights, self._store, self._engine)
+        held = _num_samples(self._to_sample, self._sampling)
+        most = math.ceil(MOST_OF_OWNER * self._max_samples)
         claim = partial(
             self._store.jobs.claim,
             self._base_model,
             self._name,
             train=self._trains * (MAX_CLAIMED_TRAINING - len(self._training)),
-            sample=self._samples * max(0, self._max_samples - _num_samples(self._to_sample, self._sampling)),
+            # A request may ask for more than there is room for; the part of other owners is theirs all the same.
+            sample=self._samples * max(0, self._max_samples - sum(min(count, most) for count in held.values())),
+            sample_of_owner=most,
+            held=held,
             train_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._training),
             sample_bytes=MAX_CLAIMED_BYTES - _payload_bytes(self._to_sample) - _payload_bytes(self._sampling),
             without=self._no_room.look(),
@@ -398,8 +407,13 @@ class Worker:
         return accepted
 
 
-def _num_samples(*held: Mapping[str, Job]) -> int:
-    return sum(job.samples for jobs in held for job in jobs.values())
+def _num_samples(*held: Mapping[str, Job]) -> Counter[str]:
+    """By owner."""
+    counts: Counter[str] = Counter()
+    for jobs in held:
+        for job in jobs.values():
+            counts[job.owner] += job.samples
+    return counts
 
 
 def _payload_bytes(jobs: Mapping[str, Job]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -528,6 +529,13 @@ def test_without_max_tokens_a_sample_goes_to_the_end_of_the_context(model: Trans
     assert len(response.sequences[0].tokens) == 60 - 41
 
 
+def test_without_max_tokens_a_sample_goes_to_the_end_of_a_cache_that_is_shorter(model: Transformer) -> None:
+    [response] = sample(generator(model, kv_tokens=48), work(max_tokens=None))
+    assert len(response.sequences[0].tokens) == 48 - 41
+    several = sample(generator(model, kv_tokens=112), work(max_tokens=None, num_samples=2))  # each has its own prompt
+    assert [len(tokens) for tokens in tokens_of(*several)] == [64 - 41] * 2
+
+
 def test_no_tokens_may_be_asked_for(model: Transformer) -> None:
     [response] = sample(generator(model), work(max_tokens=0, num_samples=2, prompt_logprobs=True))
     assert tokens_of(response) == [[], []]
@@ -659,6 +667,123 @@ def test_bad_input_is_the_result_of_its_own_request(model: Transformer, fields: 
     assert isinstance(done["bad"].error, InvalidInputError)
     with pytest.raises(InvalidInputError, match=message):
         raise done["bad"].error
+
+
+def finished_before(running: Generator, last: str) -> list[object]:
+    """The keys of requests that finish before one does."""
+    finished: list[object] = []
+    for _ in range(1000):
+        finished += [done.key for done in running.step()]
+        if last in finished:
+            return finished[:-1]
+    raise AssertionError(f"{last} did not finish; {finished} did")
+
+
+def horde(count: int, **fields: Any) -> list[SampleWork]:
+    """Of one owner; their prompts have nothing in common."""
+    return [
+        work(f"one of a horde {index}", [3 + index, *PROMPT[1:]], owner="horde", max_tokens=20, **fields)
+        for index in range(count)
+    ]
+
+
+@pytest.mark.parametrize(("kv_tokens", "max_rows"), [(4 * 64, 999), (4096, 4)], ids=["full cache", "full batch"])
+def test_a_horde_of_requests_of_one_owner_does_not_hold_up_another(
+    model: Transformer, monkeypatch: pytest.MonkeyPatch, kv_tokens: int, max_rows: int
+) -> None:
+    """There is room for four at once; the fifth waits for the first of them, not for the whole horde."""
+    running = generator(model, kv_tokens=kv_tokens)
+    monkeypatch.setattr(running._decoder, "max_rows", max_rows, raising=False)
+    for one in horde(20):
+        running.add(one)
+    running.step()
+    running.add(work("alone", owner="another", max_tokens=3))
+    assert len(finished_before(running, "alone")) == 4
+    assert len(finish(running)) == 16
+
+
+def test_a_horde_of_samples_of_one_request_does_not_hold_up_another(model: Transformer) -> None:
+    running = generator(model, kv_tokens=6 * 64)
+    [many] = horde(1, num_samples=40)
+    running.add(many)
+    running.step()
+    running.add(work("alone", owner="another", max_tokens=3))
+    assert finished_before(running, "alone") == []
+    assert sum(sample.stop_reason is not None for sample in running.samples(many.key)) == 10  # who had room at first
+    response = finish(running)[many.key].response
+    assert response is not None
+    assert len(response.sequences) == 40
+
+
+def test_samples_are_not_held_back_for_who_has_to_wait_for_a_whole_request(model: Transformer) -> None:
+    """Three prompts keep 9 of 16 blocks until all their samples have begun; another wants 8."""
+    running = generator(model, kv_tokens=16 * 16)
+    for one in horde(3, num_samples=40):
+        running.add(one)
+    running.step()
+    running.add(work("alone", owner="another", max_tokens=80))
+    rows = []
+    while running._waiting:
+        assert len(rows) < 20 * 45 / 3, "it begins when the first of the three has ended"
+        rows.append(len(running._batch.rows))
+        running.step()
+    assert sum(rows) / len(rows) > 2.7
+    assert len(finish(running)) == 3
+
+
+def test_prompts_of_another_owner_leave_room_for_the_samples_of_those_that_are_in(model: Transformer) -> None:
+    """One sample stops early, and its room would just do for the other's prompt: then none of either could run on."""
+
+    def several(seed: int) -> SampleWork:
+        stop = np.random.default_rng(seed).choice(97, 8, replace=False).tolist()
+        return work("several", PROMPT[:4], owner="one", num_samples=3, max_tokens=33, seed=seed, stop=stop)
+
+    def lengths(seed: int) -> list[int]:
+        return list(map(len, tokens_of(*sample(roomy(64), several(seed)))))
+
+    def roomy(num_blocks: int) -> Generator:
+        running = generator(model, kv_tokens=num_blocks * 4, block_size=4)
+        running._decoder.call_cost_tokens = 0  # blocks are shared as on a GPU
+        return running
+
+    seed = next(seed for seed in range(1000) if lengths(seed)[0] == 3 and min(lengths(seed)) > 1)
+    running = roomy(18)
+    running.add(work("alone", PROMPT[:1], owner="one", max_tokens=8))
+    running.add(several(seed))
+    running.step()
+    running.add(work("long", [*PROMPT, 5, 6, 7], owner="another", num_samples=3, max_tokens=17))
+    assert len(finish(running)) == 3
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_of_owners_who_have_as_much_each_is_served_in_turn(model: Transformer, max_tokens: int) -> None:
+    """One always has three requests there, and the cache holds one at a time."""
+    running = generator(model, kv_tokens=64)
+    busy = (work(number, owner="busy", max_tokens=max_tokens) for number in itertools.count())
+    for one in itertools.islice(busy, 3):
+        running.add(one)
+    running.step()
+    running.add(work("alone", owner="another", max_tokens=max_tokens))
+    done: list[object] = []
+    while "alone" not in done:
+        assert len(done) < 5
+        finished = [each.key for each in running.step()]
+        done += finished
+        for one in itertools.islice(busy, len(finished)):
+            running.add(one)
+
+
+def test_a_horde_of_long_prompts_does_not_hold_up_another(model: Transformer) -> None:
+    """The prompt that is being computed goes on; then comes who has nothing yet."""
+    running = generator(model, prefill_tokens=32)
+    for index in range(10):
+        running.add(work(index, [3 + index, *PROMPT * 2], owner="horde", max_tokens=40))
+    running.step()
+    running.add(work("alone", owner="another", max_tokens=2))
+    before = running.num_prefilled_tokens
+    assert finished_before(running, "alone") == []
+    assert running.num_prefilled_tokens - before < 2 * len(PROMPT * 2)
+    assert len(finish(running)) == 10
 
 
 def test_a_request_that_can_never_fit_says_what_to_do(model: Transformer) -> None:

@@ -235,6 +235,21 @@ def test_owners_whose_requests_are_larger_than_the_room_take_turns(store: Store)
     assert [[job.owner for job in claim] for claim in claims] == [["ann"], ["ben"], ["cat"]] * 2
 
 
+def test_an_owner_who_has_enough_leaves_the_room_to_others(store: Store) -> None:
+    for owner in ("ann", "ben"):
+        few = [sample(seq_id, owner=owner, sampler_id=f"{owner}:sample:0", samples=4) for seq_id in range(9)]
+        store.jobs.enqueue_many([Submission(job=job) for job in few])
+
+    def claimed(**held: int) -> list[str]:
+        return [job.owner for job in store.jobs.claim("tiny", "w", sample=32, sample_of_owner=12, held=held)]
+
+    assert claimed(ann=12) == ["ben"] * 3
+    assert claimed(ann=500, ben=5) == ["ben"] * 2, "the last one may be larger than what was left"
+    assert claimed(ann=12, ben=12) == []
+    assert sorted(claimed(cat=12)) == ["ann"] * 3 + ["ben"] * 3
+    assert sorted(claimed(ann=8)) == ["ann", "ben"]
+
+
 def test_owners_with_large_payloads_take_turns(store: Store) -> None:
     for owner in ("ann", "ben", "cat"):
         for seq_id in range(3):

@@ -6,7 +6,8 @@
 The life of a request: it waits until its prompt and one sample fit in the cache at their greatest length; the prompt
 is prefilled in chunks, each of them between two decode steps of the others; the first tokens of all its samples are
 drawn from the one prefill; each sample then decodes as soon as the cache has room for it. What was admitted is never
-evicted, so nothing is computed twice; who came first is admitted first.
+evicted, so nothing is computed twice. Whoever has the fewest samples running is admitted first, and of one owner's
+requests the one that came first: a crowd of one owner's samples does not hold up another's.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 import secrets
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -34,6 +36,7 @@ from tinsmith.server.engine.prompt_scores import PromptScores
 from tinsmith.server.engine.running import Batch, Decoder, DrawnRows, Key, Request, Sample, SampleWork, segments_of
 from tinsmith.server.engine.steps import has_kernels
 from tinsmith.server.engine.stopping import Stopper
+from tinsmith.server.engine.turns import Turns
 from tinsmith.types import SampledSequence, SampleResponse, TopkLogprobs
 
 BLOCK_SIZE = 16
@@ -84,9 +87,9 @@ class Generator:
         self._arrivals = itertools.count()
         self._names: WeakKeyDictionary[FrozenAdapter, bytes] = WeakKeyDictionary()
         self._requests: dict[Key, Request] = {}
-        self._waiting: list[Request] = []
-        self._prefilling: list[Request] = []
-        self._undecided: list[Sample] = []
+        self._waiting = Turns[Request](_owner_of)
+        self._prefilling = Turns[Request](_owner_of)
+        self._undecided = Turns[Sample](lambda sequence: _owner_of(sequence.request))
         """Samples with a first token that wait for room in the cache."""
 
         self._batch = Batch([], model)
@@ -104,7 +107,7 @@ class Generator:
             self._done.append(SampleDone(work.key, error=error))
             return
         self._requests[work.key] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
 
     def cancel(self, key: Key) -> None:
         """Forget an unfinished request; its room is free at once. An unknown key is nothing to cancel."""
@@ -140,7 +143,7 @@ class Generator:
     def _checked(self, work: SampleWork) -> Request:
         prompt = _prompt_array(work.prompt, self.model.shape.vocab_size)
         params = work.params
-        max_tokens = self._max_tokens(len(prompt), params.max_tokens)
+        max_tokens = self._max_tokens(len(prompt), params.max_tokens, work.num_samples)
         seed = (secrets.randbits(64) if params.seed is None else params.seed) % 2**64
         scores = PromptScores(
             prompt,
@@ -159,7 +162,7 @@ class Generator:
         self._refuse_too_large(request)
         return request
 
-    def _max_tokens(self, prompt_length: int, asked: int | None) -> int:
+    def _max_tokens(self, prompt_length: int, asked: int | None, num_samples: int) -> int:
         # The last token sampled is never fed back, so it needs no place: a prompt as long as the context can be scored.
         room = self.max_context - prompt_length + 1
         if prompt_length > self.max_context or (asked is not None and asked > room):
@@ -170,8 +173,15 @@ class Generator:
                 field="prompt" if room <= 0 else "sampling_params.max_tokens",
                 value=prompt_length if room <= 0 else asked,
             )
-        # Left to us, prompt and sample together fit the context, so that they can be trained on.
-        return max(room - 1, 1) if asked is None else asked
+        if asked is not None:
+            return asked
+        # Left to us, prompt and sample together fit the context, so that they can be trained on, and into the cache.
+        num_blocks, shared = self.blocks.num_blocks, 0
+        if num_samples > 1:  # each has the rest of the prompt once more
+            num_blocks -= self.blocks.needed_for(prompt_length)
+            shared = self._num_shared_blocks(prompt_length, num_samples)
+        longest = min(self.max_context, (num_blocks + shared) * self.blocks.block_size)
+        return max(longest - prompt_length, 1)
 
     def _refuse_too_large(self, request: Request) -> None:
         needed = self._prompt_blocks(request) + self._tail_blocks(request)
@@ -197,10 +207,10 @@ class Generator:
 
     # --- room in the cache ---
 
-    def _num_shared_blocks(self, request: Request) -> int:
+    def _num_shared_blocks(self, prompt_length: int, num_samples: int) -> int:
         """How many blocks of the prompt its samples refer to; the rest of it each of them copies."""
-        full = len(request.prompt) // self.blocks.block_size
-        return full if self._pays_to_share(full, request.work.num_samples) else 0
+        full = prompt_length // self.blocks.block_size
+        return full if self._pays_to_share(full, num_samples) else 0
 
     def _pays_to_share(self, num_blocks: int, num_readers: int) -> bool:
         """Reading a prefix apart from the rest costs each step a call and a join; reading it once saves its tokens.
@@ -219,15 +229,24 @@ class Generator:
         """What each of several samples needs beside the blocks it shares."""
         if request.work.num_samples == 1 or request.max_tokens <= 1:
             return 0
-        shared_tokens = self._num_shared_blocks(request) * self.blocks.block_size
+        shared_blocks = self._num_shared_blocks(len(request.prompt), request.work.num_samples)
+        shared_tokens = shared_blocks * self.blocks.block_size
         return self.blocks.needed_for(len(request.prompt) + request.max_tokens - 1 - shared_tokens)
 
     def _admit(self) -> None:
-        """Let requests in by arrival; one whose beginning is being computed for another waits for that."""
-        if self._undecided:
-            return  # samples of older requests come first
+        """Let requests in by turns; one whose beginning is being computed for another waits for that.
+
+        Samples of those that are in already come first, but not before requests of an owner who has fewer.
+        """
+        if not self._waiting:
+            return
+        held = self._held()
         computing = {key for request in self._prefilling for key in request.keys}
-        for request in list(self._waiting):
+        for request in self._waiting.in_turn(held):
+            if any(held[owner] <= held[_owner_of(request)] for owner in self._undecided.owners):
+                break
+            if self._undecided and not self._leaves_room(request):
+                break
             usable = request.keys[: min(request.scores.first_state, len(request.prompt) - 1) // self.blocks.block_size]
             found = self.blocks.find(usable)
             if len(found) < len(usable) and usable[len(found)] in computing:
@@ -236,7 +255,7 @@ class Generator:
             if not (self._make_room(request, found) or (len(found) and self._make_room(request, found[:0]))):
                 break
             self._waiting.remove(request)
-            self._prefilling.append(request)
+            self._prefilling.add(request)
             computing.update(request.keys)
 
     def _make_room(self, request: Request, found: Ints) -> bool:
@@ -265,24 +284,53 @@ class Generator:
             self.pool.copy(source.slots[start : start + count], target.slots[target_start : target_start + count])
 
     def _start_decoding(self) -> None:
-        """Give samples the room they wait for, first come first served."""
-        still_waiting: list[Sample] = []
+        """Give samples the room they wait for, by turns; a request of an owner who has fewer may need it first."""
         room = self._decoder.max_rows - len(self._batch.rows)
-        for sequence in self._undecided:
-            if room <= 0:
-                still_waiting.append(sequence)
+        if room <= 0 or not self._undecided:
+            return
+        held, others, started, is_full = self._held(), self._others(), list[Sample](), False
+        for sequence in self._undecided.in_turn(held):
+            request, own = sequence.request, held[_owner_of(sequence.request)]
+            if request.work.num_samples == 1:
+                sequence.table, request.table = request.table, None
+            elif request.tail is not None:
+                self._branch(sequence)  # nobody else could have the room that is set aside
+            elif is_full or any(held[owner] < own for owner in others) or not self._branch(sequence):
+                is_full = True
                 continue
-            if sequence.request.work.num_samples == 1:
-                sequence.table, sequence.request.table = sequence.request.table, None
-            elif still_waiting or not self._branch(sequence):
-                still_waiting.append(sequence)
-                continue
-            room -= 1
-        started = [sequence for sequence in self._undecided if sequence.table is not None]
-        self._undecided = still_waiting
+            self._undecided.remove(sequence)
+            started.append(sequence)
+            if len(started) == room:
+                break
         for request in {sequence.request for sequence in started}:
             self._release_prompt_if_idle(request)
         self._batch = self._batch.replaced([*self._batch.rows, *started])
+
+    def _others(self) -> list[str]:
+        """Owners who wait for room that samples would take, and may have it as soon as those that run have ended."""
+        if len(self._waiting.owners | self._undecided.owners) < 2:
+            return []
+        first = {_owner_of(request): request for request in reversed([*self._waiting])}
+        return [owner for owner, request in first.items() if self._leaves_room(request)]
+
+    def _leaves_room(self, request: Request) -> bool:
+        """Whether one sample of each request that is in could still run, were this one in, too.
+
+        The prompts of those for several samples stay until all of these have begun. If no room were left beside them,
+        each would wait for the others for ever. What runs, or has its room already, ends by itself.
+        """
+        requests = {id(each): each for each in (*self._prefilling, *(sample.request for sample in self._undecided))}
+        staying = [each for each in requests.values() if each.work.num_samples > 1]
+        prompts = {block for each in staying if each.table is not None for block in each.table.blocks.tolist()}
+        tail = max(map(self._tail_blocks, [request, *staying]))
+        return len(prompts) + self._prompt_blocks(request) + tail <= self.blocks.num_blocks
+
+    def _held(self) -> Counter[str]:
+        """How many samples those who wait have that run, or will as soon as their prompt is computed."""
+        if len(self._waiting.owners | self._undecided.owners) < 2:
+            return Counter()  # there is nobody to compare with
+        requests = itertools.chain((row.request for row in self._batch.rows), self._prefilling)
+        return Counter(map(_owner_of, requests))
 
     def _branch(self, sequence: Sample) -> bool:
         """A table that shares the prompt's full blocks, if that pays, and has the rest to itself."""
@@ -294,7 +342,7 @@ class Generator:
             tail = self.blocks.allocate(count)
         else:
             return False
-        shared = request.table.blocks[: self._num_shared_blocks(request)]
+        shared = request.table.blocks[: self._num_shared_blocks(len(request.prompt), request.work.num_samples)]
         self.blocks.share(shared)
         sequence.table = BlockTable(shared, tail, size)
         start = len(shared) * size
@@ -339,10 +387,10 @@ class Generator:
         self._finish_prefill([request for (request, _, _), _ in ready], *first)
 
     def _next_pieces(self) -> list[tuple[Request, int, int]]:
-        """The next stretches of the oldest prompts, as much as one chunk takes; those of one adapter together."""
+        """The next stretches of prompts, by turns, as much as one chunk takes; those of one adapter together."""
         # Larger chunks are a sixth faster; with nobody to keep waiting they cost nothing.
         pieces, room = [], self.prefill_tokens if self._batch.rows else 2 * self.prefill_tokens
-        for request in self._prefilling:
+        for request in self._prefilling.in_turn(Counter()):
             end = min(request.num_prefilled + room, len(request.prompt))
             pieces.append((request, request.num_prefilled, end))
             room -= end - request.num_prefilled
@@ -372,14 +420,14 @@ class Generator:
 
     def _finish_prefill(self, requests: list[Request], batch: Batch, drawn: DrawnRows) -> None:
         """Take the first tokens; the samples that go on wait for room, and the prompt can be found by others."""
-        self._prefilling = [request for request in self._prefilling if request not in requests]
         for request in requests:
             assert request.table is not None
+            self._prefilling.remove(request)
             self.blocks.remember(request.keys, request.table.blocks[: len(request.keys)])
         self._take(batch, drawn)
-        self._undecided += [
-            row for row in batch.rows if row.stop_reason is None and row.request.work.key in self._requests
-        ]
+        for row in batch.rows:
+            if row.stop_reason is None and row.request.work.key in self._requests:
+                self._undecided.add(row)
         for request in requests:
             if request.max_tokens == 0:
                 for sequence in request.samples:
@@ -463,9 +511,11 @@ class Generator:
 
     def _drop(self, request: Request) -> None:
         """Take a request out of every queue and free its room."""
-        self._waiting = [other for other in self._waiting if other is not request]
-        self._prefilling = [other for other in self._prefilling if other is not request]
-        self._undecided = [sequence for sequence in self._undecided if sequence.request is not request]
+        for queue in (self._waiting, self._prefilling):
+            if request in queue:
+                queue.remove(request)
+        for sequence in [sequence for sequence in self._undecided if sequence.request is request]:
+            self._undecided.remove(sequence)
         for sequence in request.samples:
             if sequence.table is not None:
                 self.blocks.release(sequence.table.blocks)
@@ -474,21 +524,32 @@ class Generator:
         self._batch = self._batch.replaced([row for row in self._batch.rows if row.request is not request])
 
 
+def _owner_of(request: Request) -> str:
+    return request.work.owner
+
+
 def _decoder_for(model: Transformer, pool: KvPool, blocks: Blocks) -> Decoder:
     """The pool has one block more than those that are handed out."""
     if model.deterministic:
         from tinsmith.server.engine.gpu.fixed import FixedDecoder
 
         return FixedDecoder(model, pool)
-    if model.shards is not None:
-        return PlainDecoder(model, pool)  # a GPU's own keeps its adapters below the matrices, in their memory
-    size = model.shape.head_dim
-    # The kernels' tiles are as wide as a head, and tiles are powers of two.
-    if model.device.type == "cuda" and has_kernels() and size >= 16 and size & (size - 1) == 0:
+    if decodes_on_device(model):
         from tinsmith.server.engine.gpu.decoder import DeviceDecoder
 
         return DeviceDecoder(model, pool, blocks.block_size, spare_block=blocks.num_blocks)
     return PlainDecoder(model, pool)
+
+
+def decodes_on_device(model: Transformer) -> bool:
+    """Whether a whole step is the GPU's: it keeps its adapters around the matrices, in their memory.
+
+    The kernels' tiles are as wide as a head, and tiles are powers of two.
+    """
+    if not (model.embedding.is_cuda and has_kernels()) or model.deterministic or model.shards is not None:
+        return False
+    size = model.shape.head_dim
+    return size >= 16 and size & (size - 1) == 0
 
 
 def _prompt_array(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int32]:

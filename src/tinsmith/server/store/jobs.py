@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import sqlalchemy as sa
 
@@ -143,6 +143,24 @@ _KEEP_RESULTS = sa.insert(results)
 _DROP_PAYLOADS = sa.delete(payloads).where(payloads.c.request_id.in_(sa.bindparam("ids", expanding=True)))
 
 
+class _Room(NamedTuple):
+    """What a worker can take of one kind of jobs."""
+
+    amount: int
+    num_bytes: int
+    of_owner: int = sys.maxsize
+    held: Mapping[str, int] = MappingProxyType({})
+    """By owner, what counts towards that."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.amount > 0 and self.num_bytes > 0
+
+    @property
+    def full_owners(self) -> list[str]:
+        return [owner for owner, count in self.held.items() if count >= self.of_owner]
+
+
 _WITH_FILES = ("load_weights", "save_weights", "save_weights_for_sampler", "save_weights_external")
 """Operations that are in a snapshot or have written a checkpoint before they count as done."""
 
@@ -216,6 +234,8 @@ class Jobs:
         sample: int = 0,
         train_bytes: int = sys.maxsize,
         sample_bytes: int = sys.maxsize,
+        sample_of_owner: int = sys.maxsize,
+        held: Mapping[str, int] = MappingProxyType({}),
         without: Collection[str] = (),
         replica: str = "",
     ) -> list[Job]:
@@ -223,24 +243,28 @@ class Jobs:
 
         No more are taken once they are `train` jobs, once they ask for `sample` samples together, or once their
         payloads have so many bytes. The last one may be larger than what was left, as otherwise one that is larger than
-        the whole would never run. None are taken of the models and samplers `without` which we work for now.
+        the whole would never run. None are taken of the models and samplers `without` which we work for now, nor of an
+        owner who has `sample_of_owner` samples with those that the worker has `held` from before.
 
         A model's jobs come in the order of their numbers and without holes. Owners get equal parts of the room, and
         within an owner the streams take turns. One worker at a time claims training for a base model, and one what is
         for a `replica`.
         """
-        rooms: dict[Lane, tuple[int, int]] = {"train": (train, train_bytes), "sample": (sample, sample_bytes)}
+        rooms: dict[Lane, _Room] = {
+            "train": _Room(train, train_bytes),
+            "sample": _Room(sample, sample_bytes, sample_of_owner, held),
+        }
         where = {"base_model": base_model, "replica": replica}
         # Looking takes no lock: a worker that looks in vain keeps nobody from submitting.
-        waiting = self._database.read(lambda connection: self._waiting(connection, where))
-        wanted = {lane: room for lane, room in rooms.items() if min(room) > 0 and lane in waiting}
+        waiting = self._database.read(lambda connection: self._waiting(connection, where, rooms))
+        wanted = {lane: rooms[lane] for lane in waiting}
         if not wanted:
             return []
 
         def write(connection: sa.Connection) -> list[Job]:
             self._post.check(connection)
             pick = _PICK if not without else _PICK.where(jobs.c.stream.not_in(without))
-            claims = (self._claim(connection, where, worker, lane, *room, pick) for lane, room in wanted.items())
+            claims = (self._claim(connection, where, worker, lane, room, pick) for lane, room in wanted.items())
             return [job for claim in claims for job in claim]
 
         return self._database.write(write, durable=False)
@@ -252,9 +276,19 @@ class Jobs:
         """
         self._post.take(base_model, place)
 
-    def _waiting(self, connection: sa.Connection, where: Mapping[str, str]) -> Sequence[str]:
+    def _waiting(self, connection: sa.Connection, where: Mapping[str, str], rooms: Mapping[Lane, _Room]) -> list[Lane]:
+        """The kinds of which there is something to take."""
         self._lead.check(connection)
-        return connection.scalars(_LANES, where).all()
+        ready = set(connection.scalars(_LANES, where))
+        with_room = [lane for lane, room in rooms.items() if lane in ready and room.is_there]
+        return [lane for lane in with_room if self._has_other(connection, {**where, "lane": lane}, rooms[lane])]
+
+    def _has_other(self, connection: sa.Connection, where: Mapping[str, str], room: _Room) -> bool:
+        """Whether something waits that is not of an owner who has enough."""
+        if not room.full_owners:
+            return True
+        found = connection.scalars(_OWNERS, {**where, "after": "", "count": len(room.full_owners) + 1})
+        return not set(found) <= set(room.full_owners)
 
     def _claim(
         self,
@@ -262,11 +296,10 @@ class Jobs:
         where: Mapping[str, str],
         worker: str,
         lane: Lane,
-        room: int,
-        room_bytes: int,
+        room: _Room,
         pick: sa.Select[Any],
     ) -> list[Job]:
-        reached = self._pick(connection, {**where, "lane": lane}, room, room_bytes, pick)
+        reached = self._pick(connection, {**where, "lane": lane}, room, pick)
         if not reached:
             return []
         picked = list(reached)
@@ -289,8 +322,7 @@ class Jobs:
         self,
         connection: sa.Connection,
         where: Mapping[str, str],
-        room: int,
-        room_bytes: int,
+        given: _Room,
         pick: sa.Select[Any],
     ) -> dict[str, int]:
         """Requests and their turns: rounds over the owners, equal parts each round, until there is no room or the end.
@@ -298,7 +330,10 @@ class Jobs:
         A part is counted in samples, as the room is, and no job asks for less than one.
         """
         place = where["base_model"], where["lane"]
-        owners = self._in_turn(connection, where, self._last_owner.get(place, ""), room)
+        room, room_bytes = given.amount, given.num_bytes
+        owners = self._in_turn(connection, where, self._last_owner.get(place, ""), room + len(given.full_owners))
+        left = {owner: given.of_owner - given.held.get(owner, 0) for owner in owners}
+        owners = [owner for owner in owners if left[owner] > 0]
         taken = dict.fromkeys(owners, 0)
         picked: dict[str, int] = {}
         while owners:
@@ -306,18 +341,20 @@ class Jobs:
             unexhausted = []
             for owner in owners:
                 self._last_owner[place] = owner
-                part = min(share, room)
+                part = min(share, room, left[owner])
                 rows = connection.execute(pick, {**where, "owner": owner, "share": part, "skip": taken[owner]}).all()
                 for row in rows:
                     picked[row.request_id] = row.turn
                     taken[owner] += 1
                     part -= row.samples
+                    left[owner] -= row.samples
                     room -= row.samples
                     room_bytes -= row.size_bytes
                     if room <= 0 or room_bytes <= 0:
                         return picked
                     if part <= 0:
-                        unexhausted.append(owner)
+                        if left[owner] > 0:
+                            unexhausted.append(owner)
                         break
             owners = unexhausted
         return picked
