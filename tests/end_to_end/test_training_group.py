@@ -43,7 +43,14 @@ def shared(
 def members_of(server: ServerProcess) -> list[int]:
     """The ids of the processes that the only worker has started; none while it is itself being started."""
     tasks = [task for worker in server.workers() for task in Path(f"/proc/{worker}/task").iterdir()]
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    return [child for task in tasks for child in children_of(task)]
+
+
+def children_of(task: Path) -> list[int]:
+    try:
+        return [int(child) for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+        return []
 
 
 def submit(model: Any) -> list[Any]:

@@ -290,8 +290,8 @@ def test_without_room_on_the_disk_training_goes_on(bench: Workbench) -> None:
     (bench.state / "snapshots").write_text("in the way")
     bench.create(MODEL)
     with bench.worker():
-        bench.losses(bench.train(MODEL, range(1, 5)))
-    assert len(bench.store.jobs.history(MODEL, -1, 100)) == 5
+        bench.losses(bench.train(MODEL, range(1, 6)))
+    assert len(bench.store.jobs.history(MODEL, -1, 100)) == 6
 
 
 ROOM = 2  # models that fit into memory
