@@ -46,7 +46,7 @@ def examine(cli: InProcess, monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-_TORCH = {"version": "2.9", "threads": 4, "cuda": [], "mps": False, "built_for_cuda": None}
+_TORCH = {"version": "2.9", "threads": 4, "cuda": [], "mps": False, "built_for_cuda": None, "slow": None}
 _PROBE_WITHOUT_TORCH = f"import json; print(json.dumps({_TORCH}))"
 
 
@@ -253,6 +253,17 @@ def test_ray_is_not_loaded_to_tell_its_version(examine: Any, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     assert examine()["Packages [ray]"]["message"] == f"ray {metadata.version('ray')}"
     assert "ray" not in sys.modules
+
+
+def test_a_gpu_that_is_slower_than_it_could_be_is_told(examine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = {"cuda": [["Tesla T4", 15 * 2**30]], "slow": "they want a newer one."}
+    for slow, status in ((cards["slow"], "warning"), (None, "ok")):
+        probe = f"import json; print(json.dumps({_TORCH | cards | {'slow': slow}}))"
+        monkeypatch.setattr("tinsmith.cli.doctor_install._PROBE", probe)
+        found = examine()["torch"]
+        assert found["status"] == status
+        assert "Tesla T4" in found["message"]
+        assert ("they want a newer one." in found.get("remedy", "")) == (status == "warning")
 
 
 def test_a_torch_that_cannot_be_loaded_is_told(cli: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:

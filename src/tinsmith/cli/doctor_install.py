@@ -92,7 +92,10 @@ def _version(package: str) -> str:
 
 _PROBE = """
 import json, torch
-cuda = torch.cuda.is_available()
+cuda, slow = torch.cuda.is_available(), None
+if cuda:
+    from tinsmith.server.engine.steps import why_no_kernels
+    slow = why_no_kernels()
 devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if cuda else 0)]
 print(json.dumps({
     "version": torch.__version__,
@@ -100,6 +103,7 @@ print(json.dumps({
     "cuda": [[device.name, device.total_memory] for device in devices],
     "mps": torch.backends.mps.is_available(),
     "built_for_cuda": torch.version.cuda,
+    "slow": slow,
 }))
 """
 
@@ -149,7 +153,9 @@ def _torch(found: dict[str, Any]) -> Check:
     told = f"{found['version']}, {found['threads']} CPU threads, {_memory()}"
     if found["cuda"]:
         names = ", ".join(f"{name} ({shown.size(memory)})" for name, memory in found["cuda"])
-        return ok("torch", f"{told}, CUDA: {names}")
+        told = f"{told}, CUDA: {names}"
+        slow = found["slow"]
+        return ok("torch", told) if slow is None else warning("torch", told, f"It is used without kernels: {slow}")
     if found["mps"]:
         return ok("torch", f"{told}, MPS")
     if found["built_for_cuda"] and Path("/proc/driver/nvidia").exists():

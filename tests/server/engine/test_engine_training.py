@@ -16,6 +16,7 @@ from tests.server.tiny_models import save_model
 from tinsmith.client.loss_graph import trace_loss
 from tinsmith.errors import ConfigError
 from tinsmith.server.engine import engine as engine_module
+from tinsmith.server.engine import steps
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.batch import TrainRow
 from tinsmith.server.engine.engine import Engine, choose_device, choose_dtype
@@ -255,6 +256,37 @@ def test_the_mixed_mode_trains_like_float32(tiny_folder: Path) -> None:
 def test_auto_chooses_what_the_machine_has_and_wrong_names_are_refused() -> None:
     assert choose_device("auto").type in ("cpu", "cuda")
     assert choose_dtype("float32", torch.device("cpu")) == torch.float32
-    assert choose_dtype("auto", torch.device("cuda")) == torch.bfloat16
     with pytest.raises(ConfigError, match="float16"):
         choose_dtype("float16", torch.device("cpu"))
+
+
+def test_kernels_are_left_out_where_triton_is_too_old_for_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    has_kernels = steps.has_kernels.__wrapped__  # which is asked once for each process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for version, is_new_enough in (("3.5.1", False), ("3.6.0", True), ("3.10.0+git1", True), ("4.0", True)):
+        monkeypatch.setattr("triton.__version__", version)
+        assert has_kernels() == is_new_enough
+    (message,) = caplog.messages
+    assert "Triton 3.5.1 cannot compile them; install torch 2.10" in message
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert not has_kernels()
+    assert "NVIDIA" in caplog.messages[-1]
+
+
+def test_a_gpu_that_does_not_multiply_bfloat16_computes_in_float32_with_torch_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = torch.device("cuda")
+    has_kernels = steps.has_kernels.__wrapped__  # which is asked once for each process
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert choose_dtype("auto", gpu) == choose_dtype("bfloat16", gpu) == torch.bfloat16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert choose_dtype("auto", gpu) == choose_dtype("float32", gpu) == torch.float32
+    assert not has_kernels()
+    with pytest.raises(ConfigError, match=r"Tesla T4.*'float32'"):
+        choose_dtype("bfloat16", gpu)

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,22 @@ def test_the_footprint_is_that_of_the_tensors(alone: Engine, tiny_folder: Path) 
     assert replace(on_gpu, device_type="cpu").weights == 2 * (2 * matrices + 3 * embedding)
     assert on_gpu.at_least(0, 0) == on_gpu.weights
     assert on_gpu.at_least(None, None) == on_gpu.at_least(256, shape.max_context) > on_gpu.at_least(256, 0)
+
+
+def test_a_long_context_takes_no_more_of_a_gpu_than_there_is(
+    alone: Engine, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache of a GPU is taken when the model is loaded; that of a CPU when it is used."""
+    shape = replace(alone.model.shape, max_context=131072)
+    gpu, cpu = (Footprint(shape, torch.bfloat16, device) for device in ("cuda", "cpu"))
+    assert gpu.at_least(256, None) == gpu.at_least(256, 8192)
+    assert cpu.at_least(256, None) == cpu.at_least(256, 131072)
+
+    def tokens(free: int, device: str) -> int:
+        monkeypatch.setattr(engine_module, "_free_for", lambda model: free)
+        model = SimpleNamespace(shape=shape, compute_dtype=torch.bfloat16, device=torch.device(device))
+        return engine_module.automatic_kv_tokens(model)  # type: ignore[arg-type]
+
+    assert tokens(50000 * gpu.cache_per_token, "cuda") == 20000  # 40 %
+    assert tokens(1000 * gpu.cache_per_token, "cuda") == 8192
+    assert tokens(20000 * gpu.cache_per_token, "cpu") == 131072

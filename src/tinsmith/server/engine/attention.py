@@ -27,6 +27,7 @@ class PackedCausal:
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
         self._tiles: Any = None
+        self._starts: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if q.is_cuda and q.dtype == torch.bfloat16:
@@ -43,6 +44,8 @@ class PackedCausal:
 
             if attention.is_suited(q.shape[2], q.device):
                 return attention.attend(q, k, v, self.tiles(q.device))
+        if self._starts is None:
+            self._starts = upload(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), q.device)
         longest = max(self.lengths)
         return kernel_for_any_lengths()(q, k, v, self._starts, self._starts, longest, longest)
 
@@ -58,10 +61,6 @@ class PackedCausal:
     def _runs(self) -> list[tuple[int, int]]:
         """Lengths, and how many sequences in a row have them."""
         return [(length, len(list(run))) for length, run in groupby(self.lengths)]
-
-    @cached_property
-    def _starts(self) -> Tensor:
-        return upload(torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32), torch.device("cuda"))
 
 
 def kernel_for_any_lengths() -> Callable[..., Tensor]:

@@ -28,7 +28,7 @@ def joined_blocks(model: Transformer, attend: object, lora: object) -> Any:
 
 def can_join(model: Transformer) -> bool:
     """What is joined is rounded less often than a sampler's products: not where both must be equal."""
-    if model.device.type != "cuda" or not has_kernels() or model.compute_dtype != torch.bfloat16:
+    if not (model.embedding.is_cuda and has_kernels()) or model.compute_dtype != torch.bfloat16:
         return False
     from tinsmith.server.engine.gpu import attention
 

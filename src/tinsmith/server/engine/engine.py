@@ -22,12 +22,12 @@ from torch import Tensor
 from tinsmith.errors import ConfigError, InvalidInputError
 from tinsmith.server.engine.adapters import Adapter, AdapterSpec
 from tinsmith.server.engine.batch import Example, MicroBatch, TrainRow, check_row, pack
-from tinsmith.server.engine.generate import Generator
+from tinsmith.server.engine.generate import Generator, decodes_on_device
 from tinsmith.server.engine.model import Transformer
 from tinsmith.server.engine.optim import adamw_step
 from tinsmith.server.engine.room import MIN_TOKENS, Footprint, free_memory
 from tinsmith.server.engine.sharding import ShardedLayers, Turns
-from tinsmith.server.engine.steps import has_kernels
+from tinsmith.server.engine.steps import has_kernels, multiplies_bfloat16
 from tinsmith.server.engine.train import BadExampleError, RowOutput, run_micro_batch
 from tinsmith.server.engine.transfer import download, wait_for
 from tinsmith.server.engine.weights import end_of_text, load_model
@@ -75,6 +75,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.end_of_text = frozenset(end_of_text)
+        if decodes_on_device(model):
+            _make_room_for_adapters(model)
         self.train_token_budget = train_token_budget or automatic_token_budget(model)
         """Tokens of one micro-batch; halved when the GPU runs out of memory."""
         self.on_progress: Callable[[], None] = lambda: None
@@ -303,11 +305,16 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """bfloat16 where the hardware multiplies it; emulated, it would be slower than float32 and less exact."""
     if name == "auto":
-        has_bfloat16 = device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported())
-        name = "bfloat16" if has_bfloat16 else "float32"
+        has_bfloat16 = device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        name = "bfloat16" if has_bfloat16 or (device.type == "cuda" and multiplies_bfloat16()) else "float32"
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise ConfigError(f"dtype is {name!r}; use 'auto', 'float32' or 'bfloat16'.")
+    if name == "bfloat16" and device.type == "cuda" and not multiplies_bfloat16():
+        raise ConfigError(
+            f"dtype is 'bfloat16', but the GPU here ({torch.cuda.get_device_name()}) does not multiply it; GPUs from "
+            "the Ampere generation on do. Use 'auto' or 'float32'."
+        )
     return dtypes[name]
 
 
@@ -346,10 +353,17 @@ def automatic_token_budget(model: Transformer) -> int:
 
 
 def automatic_kv_tokens(model: Transformer) -> int:
-    """How many tokens the sampler may keep: one whole context at least, beyond it what a share of memory holds."""
-    share = _SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * _free_for(model)
-    affordable = int(share / _footprint(model).cache_per_token)
-    return max(model.shape.max_context, min(affordable, _USEFUL_KV_TOKENS))
+    """How many tokens the sampler may keep: what a share of memory holds."""
+    share, footprint = _SHARE_FOR_SAMPLING.get(model.device.type, 0.1) * _free_for(model), _footprint(model)
+    return max(footprint.least_kv_tokens, min(int(share / footprint.cache_per_token), _USEFUL_KV_TOKENS))
+
+
+def _make_room_for_adapters(model: Transformer) -> None:
+    """Before the memory that is free is divided, though others would make it when they first need it."""
+    from tinsmith.server.engine.gpu.rooms import make_rooms
+
+    make_rooms(model)
+    torch.cuda.empty_cache()  # of what the matrices lay in before
 
 
 def _footprint(model: Transformer) -> Footprint:

@@ -17,6 +17,7 @@ from tinsmith.server.engine.model import ModelShape
 
 MIN_TOKENS = 256
 """Of a micro-batch: with fewer, everything else would take longer than the products."""
+_LEAST_CACHE = 8192
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,16 @@ class Footprint:
         shape = self.shape
         return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * self._itemsize
 
+    @property
+    def least_kv_tokens(self) -> int:
+        """A whole context. But a GPU gives all of it away at once, and for a long one a small GPU has no room."""
+        longest = self.shape.max_context
+        return longest if self.device_type == "cpu" else min(longest, _LEAST_CACHE)
+
     def at_least(self, train_tokens: int | None, kv_tokens: int | None) -> int:
         """With the micro-batch and the cache that were asked for, or else the smallest that are made."""
         activations = (MIN_TOKENS if train_tokens is None else train_tokens) * self.activations_per_token
-        cache = (self.shape.max_context if kv_tokens is None else kv_tokens) * self.cache_per_token
+        cache = (self.least_kv_tokens if kv_tokens is None else kv_tokens) * self.cache_per_token
         return self.weights + activations + cache
 
 

@@ -6,6 +6,7 @@ left out.
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, TypeAlias
@@ -14,6 +15,11 @@ import torch
 from torch import Tensor
 
 from tinsmith.server.engine import elementwise
+
+_log = logging.getLogger(__name__)
+
+# Those before lack functions that the kernels call (to 3.4), or fail in the middle of one (3.5).
+_FIRST_TRITON = (3, 6)
 
 Turn: TypeAlias = tuple[Tensor, Tensor]
 """Cosine and sine of the angle of each row and pair, [T, 1, D/2]."""
@@ -49,8 +55,35 @@ def gated_silu(gate_up: Tensor) -> Tensor:
 
 @cache
 def has_kernels() -> bool:
-    """torch's builds for a GPU carry Triton along, except on Windows."""
-    return find_spec("triton") is not None
+    """Whether the GPU here, if there is one, runs ours; else all is done by operations of torch's."""
+    if not torch.cuda.is_available():
+        return False
+    if why_not := why_no_kernels():
+        _log.warning("The GPU computes with operations of torch's own, several times slower than kernels: %s", why_not)
+    return why_not is None
+
+
+def why_no_kernels() -> str | None:
+    """What the GPU here lacks for them, and what helps. torch's builds for a GPU carry Triton along but on Windows."""
+    if torch.version.hip is not None:
+        return "those that there are, are for GPUs of NVIDIA's."
+    if not multiplies_bfloat16():
+        return "they want a GPU of the Ampere generation or a later one."
+    if find_spec("triton") is None:
+        return "Triton, which compiles them, is not installed; try `pip install triton`."
+    import triton
+
+    if tuple(map(int, triton.__version__.split(".")[:2])) < _FIRST_TRITON:
+        return (
+            f"Triton {triton.__version__} cannot compile them; install torch 2.10 or later, which brings a newer one."
+        )
+    return None
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the GPU does; those before Ampere do not."""
+    generation: tuple[int, int] = torch.cuda.get_device_capability()
+    return generation >= (8, 0)
 
 
 def _kernels(x: Tensor) -> Any:

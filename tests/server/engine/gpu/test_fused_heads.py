@@ -15,6 +15,7 @@ EPS = torch.tensor(1e-6, device=DEVICE)
 CASES = {
     "norm and turn": ([(0, 40)], [16], 2, 1, 16, True, True),
     "ranks apart": ([(0, 33), (33, 34), (34, 45)], [32, 4, 20], 3, 1, 32, True, True),
+    "a rank too large to be taken at once": ([(0, 5), (5, 9)], [100, 4], 2, 1, 16, True, True),
     "turn alone": ([(0, 5)], [8], 2, 2, 24, False, True),
     "norm alone": ([(0, 5)], [8], 2, 1, 16, True, False),
     "neither": ([(0, 5)], [8], 2, 1, 16, False, False),

@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Transformer:
 
 @pytest.fixture(scope="module")
 def adapters(model: Transformer) -> list[FrozenAdapter]:
-    kinds = (4, {}), (40, {}), (8, {"train_attn": False})
+    kinds = (4, {}), (100, {}), (8, {"train_attn": False})
     return [new_adapter(model, rank, rank, **flags).frozen_copy() for rank, flags in kinds]
 
 
@@ -38,7 +38,7 @@ def test_rows_of_several_adapters_and_of_none(model: Transformer, adapters: list
     padded = torch.zeros(8, 3, dtype=torch.int64)
     padded[: len(tiles)] = torch.from_numpy(tiles)
     units = slots.settle(adapters) if below else 0
-    ours, reference = SlotLora(slots, padded.to(DEVICE), Ranks.of([4, 40, 8]), units, model.shape), LoraRows(segments)
+    ours, reference = SlotLora(slots, padded.to(DEVICE), Ranks.of([4, 100, 8]), units, model.shape), LoraRows(segments)
     layer = model.layers[1]
     for name, matrix in (("qkv_proj", layer.qkv), ("o_proj", layer.output), ("gate_up_proj", layer.gate_up),
                          ("down_proj", layer.down), ("lm_head", model.head)):  # fmt: skip

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tinsmith.server.engine.gpu import card
 from tinsmith.server.engine.transfer import upload
 
 
@@ -62,12 +63,7 @@ _INNER_ROWS = 64
 
 def is_suited(head_size: int, device: torch.device) -> bool:
     """Whether the tiles above are for such heads on such a GPU; others may lack the memory for them."""
-    return head_size in (64, 128) and _is_hopper(device)
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return bool(torch.cuda.get_device_capability(device)[0] == 9)
+    return head_size in (64, 128) and card.generation(device)[0] == 9
 
 
 class Tiles:

@@ -7,7 +7,6 @@ that one to end. (The vendor calls it programmatic dependent launch; Hopper and 
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,11 +14,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tinsmith.server.engine.gpu import card
 
-@cache
+
 def early(device: torch.device) -> dict[str, bool]:
     """Options for a kernel that calls `wait_for_others` before it touches what others read or write."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0):
+    if card.generation(device) >= (9, 0):
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
 

@@ -223,12 +223,17 @@ def _with_adapters(
     part = (head >= num_q).to(tl.int32) + (head >= num_q + num_kv).to(tl.int32)
     head_of_part = head - tl.where(part == 0, 0, num_q) - tl.where(part == 2, num_kv, 0)
     rank = tl.multiple_of(tl.load(table + segment * FIELDS + 8), DIVISOR)
-    j = tl.arange(0, RANK)
     b = address_of(table, segment, 2 + part, first.dtype, FIELDS) + head_of_part * (2 * half) * rank
-    of_first = b + pair[:, None] * rank + j[None, :]
-    has_b = (pair < half)[:, None] & (j < rank)[None, :]
-    left = tl.load(xa + rows[:, None] * (3 * RANK) + part * RANK + j[None, :], mask=has_row, other=0.0)
-    right = tl.trans(tl.load(of_first, mask=has_b, other=0.0))
-    first = tl.dot(left, right, first.to(tl.float32), input_precision="ieee")
-    right = tl.trans(tl.load(of_first + half * rank, mask=has_b, other=0.0))
-    return first, tl.dot(left, right, second.to(tl.float32), input_precision="ieee")
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    # Large ranks at once would not fit into registers.
+    at_once: tl.constexpr = RANK if RANK < 64 else 64  # noqa: FURB136 (in a kernel, `min` is of tensors)
+    for number in tl.static_range(RANK // at_once):
+        j = number * at_once + tl.arange(0, at_once)
+        of_first = b + pair[:, None] * rank + j[None, :]
+        has_b = (pair < half)[:, None] & (j < rank)[None, :]
+        left = tl.load(xa + rows[:, None] * (3 * RANK) + part * RANK + j[None, :], mask=has_row, other=0.0)
+        right = tl.trans(tl.load(of_first, mask=has_b, other=0.0))
+        first = tl.dot(left, right, first, input_precision="ieee")
+        right = tl.trans(tl.load(of_first + half * rank, mask=has_b, other=0.0))
+        second = tl.dot(left, right, second, input_precision="ieee")
+    return first, second

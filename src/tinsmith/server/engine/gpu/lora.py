@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tinsmith.server.engine.gpu import card
 from tinsmith.server.engine.lora import Site
 from tinsmith.server.engine.transfer import upload, upload_array
 
@@ -170,7 +171,7 @@ class GroupedSite:
         _shrink[(len(tiles), num_slices)](
             x, tiles, self.table, self.scales, xa, x.stride(0), xa.stride(0), x.shape[1],
             FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, WIDTH=width, ROWS=_SUMMED_ROWS,
-            BLOCK=_COLUMNS, num_warps=4, num_stages=4,
+            BLOCK=_COLUMNS, num_warps=4, num_stages=_num_stages(x, width, _COLUMNS),
         )  # fmt: skip
         return xa
 
@@ -191,12 +192,12 @@ class GroupedSite:
         sums = dxa[None]
         if num_splits > 1:
             sums = torch.empty((num_splits, *dxa.shape), dtype=torch.float32, device=dy.device)
-        tiles = groups.cut(_SUMMED_ROWS)
+        tiles, block = groups.cut(_SUMMED_ROWS), _summed_columns(groups.rank)
         _shrink_gradient[(len(tiles), self.num_parts, num_splits)](
             dy, tiles, self.table, self.scales, sums, dy.stride(0), sums.stride(1), *self.outs, len(dy),
             num_columns,
             FIELDS=FIELDS, PARTS=self.num_parts, RANK=groups.rank, DIVISOR=groups.divisor, ROWS=_SUMMED_ROWS,
-            BLOCK=_summed_columns(groups.rank), num_warps=4, num_stages=4,
+            BLOCK=block, num_warps=4, num_stages=_num_stages(dy, groups.rank, block),
         )  # fmt: skip
         return dxa if num_splits == 1 else dxa.copy_(sums.sum(0))
 
@@ -239,6 +240,7 @@ class GroupedSite:
             left, right, chunks, sums, left.stride(0), right.stride(0), *outs,
             ROWS=64, **options, num_stages=3,
         )  # fmt: skip
+        options["num_warps"] = 4 if groups.rank <= 32 else 8  # more sums than the registers of fewer threads hold
         _add_sums[(len(groups.segments), num_blocks, num_slices)](sums, spans, self.table, *outs, **options)
 
     def _slices(self, num_parts: int) -> tuple[int, int]:
@@ -255,6 +257,11 @@ def _padded(rank: int) -> int:
 def _summed_columns(width: int) -> int:
     """How many columns to take at once where all are summed: what is in flight must leave room for a second program."""
     return max(32, min(_COLUMNS, 8192 // width))
+
+
+def _num_stages(x: Tensor, width: int, block: int) -> int:
+    """Where columns are summed: each stage holds a block of them of some rows, and of as many ranks as there are."""
+    return card.num_stages((_SUMMED_ROWS + width) * block * x.element_size(), x.device)
 
 
 @triton.jit

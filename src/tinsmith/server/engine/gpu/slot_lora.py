@@ -285,22 +285,27 @@ def _low_rank(
     TILE: tl.constexpr,
 ):  # fmt: skip
     """What an adapter adds to these rows and columns of one part: [TILE, columns]. No splits: x A^T lies in units."""
-    r = tl.arange(0, MAX_RANK)
     # Without knowing what divides the rank, B would be loaded number by number.
     rank = tl.multiple_of(tl.load(ranks + slot), DIVISOR)
-    is_rank = r < rank
-    total = tl.zeros([TILE, MAX_RANK], tl.float32)
-    if SPLITS == 0:
-        at = rows[:, None] * inner_stride + tl.load(units + slot) * (PARTS * UNIT) + part * rank + r[None, :]
-        total += tl.load(inner + at, mask=is_row[:, None] & is_rank[None, :], other=0.0).to(tl.float32)
-    else:
-        for split in range(SPLITS):
-            at = ((split * num_rows + rows)[:, None] * PARTS + part) * MAX_RANK + r[None, :]
-            total += tl.load(inner + at, mask=is_row[:, None], other=0.0)
     b = tl.multiple_of(address.to(tl.pointer_type(dtype)), 16)
-    is_there = is_column[None, :] & is_rank[:, None]
-    b_tile = tl.load(b + columns[None, :] * rank + r[:, None], mask=is_there, other=0.0)
-    return tl.dot((total * tl.load(scales + slot)).to(dtype), b_tile, input_precision="ieee")
+    result = tl.zeros([TILE, columns.shape[0]], tl.float32)
+    # Large ranks in float32 would not fit at once.
+    at_once: tl.constexpr = 64 if MAX_RANK > 64 and dtype == tl.float32 else MAX_RANK
+    for number in tl.range(MAX_RANK // at_once, num_stages=1):
+        r = number * at_once + tl.arange(0, at_once)
+        is_rank = r < rank
+        total = tl.zeros([TILE, at_once], tl.float32)
+        if SPLITS == 0:
+            at = rows[:, None] * inner_stride + tl.load(units + slot) * (PARTS * UNIT) + part * rank + r[None, :]
+            total += tl.load(inner + at, mask=is_row[:, None] & is_rank[None, :], other=0.0).to(tl.float32)
+        else:
+            for split in range(SPLITS):
+                at = ((split * num_rows + rows)[:, None] * PARTS + part) * MAX_RANK + r[None, :]
+                total += tl.load(inner + at, mask=is_row[:, None], other=0.0)
+        is_there = is_column[None, :] & is_rank[:, None]
+        b_tile = tl.load(b + columns[None, :] * rank + r[:, None], mask=is_there, other=0.0)
+        result = tl.dot((total * tl.load(scales + slot)).to(dtype), b_tile, result, input_precision="ieee")
+    return result
 
 
 @triton.jit
