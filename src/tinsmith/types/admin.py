@@ -59,6 +59,7 @@ class CheckpointBillingEvent(Response):
 
 class StorageBillingEvent(Response):
     type: Literal["storage"] = "storage"
+    free: bool = False
     gigabyte_hours: float
 
 

@@ -340,16 +340,33 @@ class SaveWeightsResponse(Response):
         return _console_url(self.path)
 
 
+SamplingClientKind: TypeAlias = Literal["snapshot", "inflight"]
+"""Which weights a sampling client made from a model has.
+
+snapshot   those of the moment, whatever the model becomes
+inflight   those of the moment or newer: with every further save of this kind, all such clients of the model get the
+           new weights, between two samples
+"""
+
+
 class SaveWeightsForSamplerRequest(Request):
     """Saves what a sampler needs: under a name, or for one sampling session only."""
 
     model_id: ModelID
     path: str | None = None
     sampling_session_seq_id: int | None = None
+    kind: SamplingClientKind = "snapshot"
     seq_id: int | None = None
     ttl_seconds: int | None = None
     user_metadata: dict[str, str] | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+    def to_builtins(self, *, nulls: bool = False) -> dict[str, Any]:
+        """Without the kind where it is what it always was: servers of older releases refuse what they do not know."""
+        fields = super().to_builtins(nulls=nulls)
+        if fields["kind"] == "snapshot" and not nulls:
+            del fields["kind"]
+        return fields
 
 
 class SaveWeightsForSamplerResponseInternal(Response):
