@@ -55,7 +55,7 @@ def test_concurrent_first_use_fetches_the_flags_once() -> None:
 
 def test_one_client_used_from_many_threads_makes_one_session() -> None:
     with FakeServer() as server, tinsmith.ServiceClient(base_url=server.url, api_key="tml-x") as service:
-        from_threads(lambda: service.create_sampling_client(base_model="tiny/model-1"))
+        from_threads(lambda: service.create_sampling_client(base_model="tiny/model-1").result(10))
         assert len(server.received("create_session")) == 1
         numbers = [request.json()["sampling_session_seq_id"] for request in server.received("create_sampling_session")]
         assert sorted(numbers) == list(range(THREADS))

@@ -42,7 +42,7 @@ def test_the_audit_log(
 ) -> None:
     log = admin.get_audit_log(**arguments).result(10)
     assert log.entries[0].event == "checkpoint_created"
-    assert last(server) == ("GET", "/api/v1/audit", query, "get_audit_log")
+    assert last(server) == ("GET", "/api/v1/audit", query, "AdminClient.get_audit_log")
     assert asyncio.run(admin.get_audit_log_async(**arguments)) == log
 
 
@@ -62,7 +62,7 @@ def test_billing(server: FakeServer, admin: tinsmith.AdminClient) -> None:
     usage = admin.get_billing_usage(start, end).result(10)
     assert len(usage.data) == 5
     query = {"starting_on": start, "ending_before": end}
-    assert last(server) == ("GET", "/api/v1/billing/usage/events", query, "get_billing_usage")
+    assert last(server) == ("GET", "/api/v1/billing/usage/events", query, "AdminClient.get_billing_usage")
     assert asyncio.run(admin.get_billing_usage_async(start, end)) == usage
 
 
@@ -76,7 +76,7 @@ def test_times_are_sent_in_utc(server: FakeServer, admin: tinsmith.AdminClient) 
 def test_storage(server: FakeServer, admin: tinsmith.AdminClient) -> None:
     used = admin.get_current_checkpoint_storage_usage("p-1").result(10)
     assert used.data[0].checkpoint_count == 1
-    path, name = "/api/v1/billing/usage/checkpoints/current", "get_current_checkpoint_storage_usage"
+    path, name = "/api/v1/billing/usage/checkpoints/current", "AdminClient.get_current_checkpoint_storage_usage"
     assert last(server) == ("GET", path, {"project_id": "p-1"}, name)
     assert asyncio.run(admin.get_current_checkpoint_storage_usage_async("p-1")) == used
 

@@ -141,8 +141,8 @@ def test_a_call_that_reads(
     assert isinstance(call(setting.rest).result(10), result)
     request = setting.last()
     assert (request.method, request.path, request.query) == (method, path, query)
-    assert request.headers["x-sdk-method"] == name
-    assert request.headers["x-sdk-version"] == "0.36.0"
+    assert request.headers["x-sdk-method"] == f"RestClient.{name}"
+    assert request.headers["x-sdk-version"] == "0.38.0"
     assert request.headers["x-api-key"] == "tml-x"
 
 
@@ -270,7 +270,7 @@ def test_listings_can_be_gone_through(setting: Setting, monkeypatch: pytest.Monk
     monkeypatch.setattr(rest_module, "SESSIONS_PER_PAGE", 1)
     rest = setting.rest
     for _ in range(2):
-        setting.service.create_lora_training_client("tiny/model-2", rank=8)
+        setting.service.create_lora_training_client("tiny/model-2", rank=8).result(10)
     runs = [run.training_run_id for run in rest.iter_training_runs()]
     assert runs == [run.training_run_id for run in rest.list_training_runs().result(10).training_runs]
     assert len(runs) == 3
@@ -299,7 +299,7 @@ def test_searches_are_experimental_and_can_be_gone_through() -> None:
     with FakeServer() as server:
         for name in ("one", "two", "three"):
             with tinsmith.ServiceClient(base_url=server.url, api_key="tml-x", display_name=name) as service:
-                service.create_sampling_client(base_model="tiny/model-1")
+                service.create_sampling_client(base_model="tiny/model-1").result(10)
         rest = tinsmith.RestClient(base_url=server.url, api_key="tml-x")
         request = types.SessionSearchRequest(limit=2)
         with pytest.warns(tinsmith.ExperimentalWarning):

@@ -271,7 +271,7 @@ def test_weights_of_a_path_can_be_sampled(server: FakeServer) -> None:
     path = trainer.save_weights_for_sampler("a").result(10).path
     assert service.create_sampling_client(model_path=path).sample(PROMPT, 1, PARAMS).result(10).sequences
     with pytest.raises(tinsmith.NotFoundError):
-        service.create_sampling_client(model_path="tinker://nobody/sampler_weights/a")
+        service.create_sampling_client(model_path="tinker://nobody/sampler_weights/a").result(10)
 
 
 # Room
@@ -637,7 +637,7 @@ print(len(sampled.sequences))
 
 def test_a_client_shows_its_id_and_no_secret(server: FakeServer) -> None:
     client = sampling_client(server)
-    assert repr(client) == "SamplingClient(sampling_session_id='session-0001:sample:0')"
+    assert repr(client.result(10)) == "SamplingClient(sampling_session_id='session-0001:sample:0')"
     assert client.get_telemetry() is None
 
 

@@ -36,7 +36,7 @@ def service(server: FakeServer) -> Iterator[tinsmith.ServiceClient]:
 def test_a_training_client_is_made_as_asked(server: FakeServer, service: tinsmith.ServiceClient) -> None:
     client = service.create_lora_training_client(
         "tiny/model-1", 8, 7, True, False, True, {"run": "1"}, types.DimuonOptimizerConfig()
-    )
+    ).result(10)
     (request,) = server.received("create_model")
     assert request.json() == {
         "session_id": "session-0001",
@@ -60,8 +60,8 @@ def test_the_defaults_of_a_training_client(server: FakeServer, service: tinsmith
 
 def test_models_are_numbered_also_when_one_fails(server: FakeServer, service: tinsmith.ServiceClient) -> None:
     with pytest.raises(tinsmith.RequestFailedError, match="not served here"):
-        service.create_lora_training_client("unknown/model")
-    service.create_lora_training_client("tiny/model-1")
+        service.create_lora_training_client("unknown/model").result(10)
+    service.create_lora_training_client("tiny/model-1").result(10)
     assert [request.json()["model_seq_id"] for request in server.received("create_model")] == [0, 1]
 
 
@@ -100,7 +100,7 @@ def checkpoint(service: tinsmith.ServiceClient) -> str:
 
 def test_saved_weights_are_loaded_into_a_new_model(server: FakeServer, service: tinsmith.ServiceClient) -> None:
     path = checkpoint(service)
-    client = service.create_training_client_from_state(path, user_metadata={"from": "a"})
+    client = service.create_training_client_from_state(path, user_metadata={"from": "a"}).result(10)
     created = server.received("create_model")[-1].json()
     assert created["lora_config"] == {"rank": 4, "train_unembed": True, "train_mlp": False, "train_attn": True}
     assert created["user_metadata"] == {"from": "a"}
@@ -112,7 +112,7 @@ def test_saved_weights_are_loaded_into_a_new_model(server: FakeServer, service: 
 
 def test_optimizer_state_is_loaded_on_demand(server: FakeServer, service: tinsmith.ServiceClient) -> None:
     path = checkpoint(service)
-    service.create_training_client_from_state_with_optimizer(path)
+    service.create_training_client_from_state_with_optimizer(path).result(10)
     asyncio.run(service.create_training_client_from_state_with_optimizer_async(path))
     assert [request.json()["optimizer"] for request in server.received("load_weights")] == [True, True]
     asyncio.run(service.create_training_client_from_state_async(path))
@@ -127,7 +127,7 @@ def test_a_server_may_create_and_load_in_one_call() -> None:
         path = checkpoint(service)
         client = service.create_training_client_from_state(
             path, "tiny/model-1", {"a": "b"}, "tml-other", types.AdamOptimizerConfig()
-        )
+        ).result(10)
         (request,) = server.received("load_weights")
         assert request.json() == {
             "session_id": "session-0001",
@@ -150,7 +150,7 @@ def test_the_token_of_another_account_is_used_where_it_is_needed_only(
     server: FakeServer, service: tinsmith.ServiceClient
 ) -> None:
     path = checkpoint(service)
-    service.create_training_client_from_state(path, weights_access_token="tml-other")
+    service.create_training_client_from_state(path, weights_access_token="tml-other").result(10)
     (asked,) = server.received("weights_info")
     assert asked.headers["x-api-key"] == "tml-other"
     (loaded,) = server.received("load_weights")
@@ -176,7 +176,7 @@ def test_a_checkpoint_without_an_adapter_is_refused(server: FakeServer, service:
     path = checkpoint(service)
     server.script("weights_info", Reply(json={"base_model": "tiny/model-1", "is_lora": False}))
     with pytest.raises(tinsmith.UnsupportedByServerError, match="no LoRA adapter"):
-        service.create_training_client_from_state(path)
+        service.create_training_client_from_state(path).result(10)
 
 
 # Losses
@@ -213,6 +213,7 @@ def test_capabilities_name_the_models(service: tinsmith.ServiceClient) -> None:
     models = [model.model_name for model in service.get_server_capabilities().supported_models]
     assert "tiny/model-1" in models
     assert asyncio.run(service.get_server_capabilities_async()) == service.get_server_capabilities()
+    assert service.rest.get_server_capabilities().result(10) == service.get_server_capabilities()
 
 
 def test_asynchronous_calls_do_not_block_the_callers_loop(server: FakeServer, service: tinsmith.ServiceClient) -> None:
@@ -241,7 +242,7 @@ def test_an_asynchronous_block_closes_the_client(server: FakeServer) -> None:
 
 def test_the_console_shows_the_session(service: tinsmith.ServiceClient) -> None:
     assert service.get_console_url().endswith("/sessions")
-    service.create_sampling_client(base_model="tiny/model-1")
+    service.create_sampling_client(base_model="tiny/model-1").result(10)
     assert service.get_console_url().endswith("/sessions/session-0001")
 
 
@@ -282,14 +283,14 @@ def test_a_server_that_cannot_unload_says_so(service: tinsmith.ServiceClient) ->
 def test_every_blocking_method_takes_a_timeout(server: FakeServer, service: tinsmith.ServiceClient) -> None:
     server.hold("create_model")
     with pytest.raises(TimeoutError):
-        service.create_lora_training_client("tiny/model-1", timeout=0.05)
+        service.create_lora_training_client("tiny/model-1").result(0.05)
     with pytest.raises(TimeoutError):
         asyncio.run(service.create_lora_training_client_async("tiny/model-1", timeout=0.05))
     server.release("create_model")
     blocking = {
-        tinsmith.ServiceClient: ["create_sampling_client", "create_training_client_from_state", "download_checkpoint"],
-        tinsmith.TrainingClient: ["get_info", "get_tokenizer", "save_weights_and_get_sampling_client"],
-        tinsmith.SamplingClient: ["get_base_model", "get_tokenizer"],
+        tinsmith.ServiceClient: ["get_server_capabilities", "download_checkpoint"],
+        tinsmith.TrainingClient: ["result", "get_info", "get_tokenizer"],
+        tinsmith.SamplingClient: ["result", "get_base_model", "get_tokenizer"],
     }
     for client, methods in blocking.items():
         for method in methods:

@@ -54,12 +54,12 @@ def test_nothing_is_sent_before_the_first_use(server: FakeServer) -> None:
 def test_a_session_is_opened_with_what_the_user_says(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINKER_TAGS", "one,two")
     with service_client(server, user_metadata={"run": "7"}, project_id="p-1", display_name="try") as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         (opened,) = server.received("create_session")
         assert opened.json() == {
             "tags": ["one", "two"],
             "user_metadata": {"run": "7"},
-            "sdk_version": "0.36.0",
+            "sdk_version": "0.38.0",
             "project_id": "p-1",
             "display_name": "try",
             "type": "create_session",
@@ -91,7 +91,7 @@ def test_unknown_arguments_are_ignored_with_a_warning(server: FakeServer) -> Non
 def test_messages_of_the_server_are_logged_at_their_level(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server.api.messages.update(info_message="hello", warning_message="careful", error_message="broken")
     with caplog.at_level(logging.INFO, "tinsmith"), service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
     levels = {record.getMessage(): record.levelno for record in caplog.records}
     assert levels["hello"] == logging.INFO
     assert levels["careful"] == logging.WARNING
@@ -102,8 +102,8 @@ def test_a_session_that_could_not_be_opened_is_tried_again_at_the_next_use(serve
     server.script("create_session", Reply(403, json={"detail": "not yet"}))
     with service_client(server) as client:
         with pytest.raises(tinsmith.PermissionDeniedError):
-            client.create_sampling_client(base_model="tiny/model-1")
-        client.create_sampling_client(base_model="tiny/model-1")
+            client.create_sampling_client(base_model="tiny/model-1").result(10)
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
 
 
 # Dynamic flags
@@ -113,7 +113,7 @@ def test_flags_that_may_change_are_fetched_with_the_session(server: FakeServer) 
     server.dynamic_flags.update(sample_cancel_enabled=True, sample_cancel_max_batch_size=3)
     with service_client(server) as client:
         account = client._connection.account
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         until(lambda: account.dynamic_flags.sample_cancel_enabled)
         assert account.cancellations._value == 3
 
@@ -124,7 +124,7 @@ def test_flags_that_may_change_are_fetched_again(
     monkeypatch.setattr(sessions, "MIN_REFRESH_SECONDS", 0)
     server.dynamic_flags.update(refresh_interval_sec=0)
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         server.wait_for("client/dynamic_config", 3)
 
 
@@ -132,7 +132,7 @@ def test_flags_that_may_change_are_fetched_again(
 def test_a_server_without_them_leaves_the_defaults(server: FakeServer, answer: Reply, quick_heartbeat: None) -> None:
     server.script("client/dynamic_config", answer, times=FOREVER)
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         server.wait_for("session_heartbeat", 2)
         assert client._connection.account.dynamic_flags == types.ClientDynamicConfigResponse()
 
@@ -143,7 +143,7 @@ def test_a_failed_refresh_keeps_the_last_good_flags(
     monkeypatch.setattr(sessions, "MIN_REFRESH_SECONDS", 0)
     server.dynamic_flags.update(refresh_interval_sec=0, sample_cancel_enabled=True)
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         server.wait_for("client/dynamic_config", 2)
         server.script("client/dynamic_config", Reply(503, json={}), times=FOREVER)
         server.wait_for("client/dynamic_config", len(server.received("client/dynamic_config")) + 3)
@@ -155,7 +155,7 @@ def test_a_failed_refresh_keeps_the_last_good_flags(
 
 def test_a_session_is_kept_alive(server: FakeServer, quick_heartbeat: None) -> None:
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         beats = server.wait_for("session_heartbeat", 3)
         assert beats[0].json() == {"session_id": "session-0001", "type": "session_heartbeat"}
     count = len(server.received("session_heartbeat"))
@@ -168,7 +168,7 @@ def test_an_ended_session_gets_no_more_heartbeats_and_nobody_is_alarmed(
 ) -> None:
     server.script("session_heartbeat", Reply(410, json={"detail": "gone"}), times=FOREVER)
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         server.wait_for("session_heartbeat")
         keeper = client._session._keeper
         assert keeper is not None
@@ -183,7 +183,7 @@ def test_silence_is_reported_once_per_period(
     monkeypatch.setattr(sessions, "HEARTBEAT_WARNING_SECONDS", 0.3)
     server.script("session_heartbeat", Reply(500, json={}), times=FOREVER)
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         server.wait_for("session_heartbeat", 3)
         assert "heartbeat" not in caplog.text
         until(lambda: "No heartbeat has reached the server" in caplog.text)
@@ -194,7 +194,7 @@ def test_silence_is_reported_once_per_period(
 def test_a_failing_heartbeat_goes_on_and_recovers(server: FakeServer, quick_heartbeat: None) -> None:
     server.script("session_heartbeat", Reply(500, json={}), Reply(401, json={}), Reply(429, json={}))
     with service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         server.wait_for("session_heartbeat", 6)
 
 
@@ -237,7 +237,7 @@ def finish_bodies(server: FakeServer) -> list[Any]:
 def test_leaving_the_block_gives_the_reason(server: FakeServer, error: BaseException | None, status: str) -> None:
     expected = contextlib.nullcontext() if error is None else pytest.raises(type(error))
     with expected, service_client(server) as client:
-        client.create_sampling_client(base_model="tiny/model-1")
+        client.create_sampling_client(base_model="tiny/model-1").result(10)
         if error is not None:
             raise error
     assert finish_bodies(server) == [{"reason": {"type": status}, "detail": None}]
@@ -245,7 +245,7 @@ def test_leaving_the_block_gives_the_reason(server: FakeServer, error: BaseExcep
 
 def test_the_first_reason_counts(server: FakeServer) -> None:
     client = service_client(server)
-    client.create_sampling_client(base_model="tiny/model-1")
+    client.create_sampling_client(base_model="tiny/model-1").result(10)
     first = client.close("errored", "out of data")
     second = client.close("success")
     first.result(10)
@@ -281,7 +281,7 @@ def test_after_closing_every_call_says_so(server: FakeServer) -> None:
 def test_closing_one_client_leaves_another_of_the_account_alone(server: FakeServer) -> None:
     first, second = service_client(server), service_client(server)
     sampler = second.create_sampling_client(base_model="tiny/model-1")
-    first.create_sampling_client(base_model="tiny/model-1")
+    first.create_sampling_client(base_model="tiny/model-1").result(10)
     first.close("success").result(10)
     prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=1)
     assert sampler.sample(prompt, 1, params).result(10).sequences
@@ -290,7 +290,7 @@ def test_closing_one_client_leaves_another_of_the_account_alone(server: FakeServ
 
 def test_a_cancelled_close_can_be_repeated(server: FakeServer) -> None:
     client = service_client(server)
-    client.create_sampling_client(base_model="tiny/model-1")
+    client.create_sampling_client(base_model="tiny/model-1").result(10)
     closing = client.close("success")
     closing.cancel()
     client.close("success").result(10)
@@ -300,7 +300,7 @@ def test_a_cancelled_close_can_be_repeated(server: FakeServer) -> None:
 
 def test_closing_goes_on_when_its_caller_stops_waiting(server: FakeServer) -> None:
     client = service_client(server)
-    client.create_sampling_client(base_model="tiny/model-1")
+    client.create_sampling_client(base_model="tiny/model-1").result(10)
     server.script("finish", Reply(200, json={}, delay=0.5))
     with pytest.raises(TimeoutError):
         asyncio.run(client.close("success").result_async(0.05))

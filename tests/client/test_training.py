@@ -219,7 +219,7 @@ def test_unloading_comes_after_what_was_called_before() -> None:
         (lambda c: c.optim_step(ADAM, adam_params=ADAM), InvalidInputError, "Both"),
         (lambda c: c.save_state("a", ttl_seconds="a week"), InvalidTypeError, "ttl_seconds"),
         (lambda c: c.save_weights_external("a", age_encryption_recipients=["x"] * 11), InvalidInputError, "11 age"),
-        (lambda c: c.load("file:///x", None, optimizer=True), InvalidInputError, "tinker://"),
+        (lambda c: c.create_sampling_client("file:///x"), InvalidInputError, "tinker://"),
         (lambda c: c.forward_backward_custom([], lambda *_: None), InvalidInputError, "empty"),
         (lambda c: c.forward_backward(None, "cross_entropy"), InvalidTypeError, "data must be a list of Datum"),
         (lambda c: c.forward(make_data()[0], "cross_entropy"), InvalidTypeError, "data must be a list of Datum"),

@@ -91,13 +91,17 @@ class Parcel:
         return UntypedAPIFuture(request_id=f"{seq_id}:{self._content}")
 
 
+async def num_before() -> int:
+    return 0
+
+
 class Bench:
     """A queue and the wire behind it."""
 
     def __init__(self, connection: Connection, max_inflight: int | None = None) -> None:
         self.connection = connection
         self.wire = Wire()
-        self.queue = TurnQueue(connection, max_inflight)
+        self.queue = TurnQueue(connection, max_inflight, num_before)
 
     def operation(self, *contents: str, in_parallel: bool = False, byte_cost: int = 0) -> Operation[list[str]]:
         async def prepare() -> Sequence[Parcel]:

@@ -592,9 +592,9 @@ def session_options(tinker: Any, url: str) -> Any:
     try:
         options = {"user_metadata": {"a": "b"}, "display_name": "named", "default_headers_overrides": {"X-Extra": "1"}}
         with service(tinker, url, **options) as client:
-            client.create_sampling_client(base_model=MODEL)
+            client.create_sampling_client(base_model=MODEL).get_base_model()
         with service(tinker, url, project_id="project-arg") as client:
-            client.create_sampling_client(base_model=MODEL)
+            client.create_sampling_client(base_model=MODEL).get_base_model()
     finally:
         del os.environ["TINKER_TAGS"], os.environ["TINKER_PROJECT_ID"]
 

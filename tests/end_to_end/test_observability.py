@@ -103,7 +103,7 @@ def test_no_counter_goes_back_when_a_worker_is_killed(server: ServerProcess) -> 
         trainer.forward_backward([DATUM], "cross_entropy")
         trainer.optim_step(types.AdamParams(learning_rate=1e-3))
         path = trainer.save_state("before").result(60).path
-        client.create_training_client_from_state_with_optimizer(path)
+        client.create_training_client_from_state_with_optimizer(path).result(10)
         wait_until(
             lambda: samples(server).get(("tinsmith_snapshots_total", MODEL, "written"), 0) > 0, 60, "no snapshot"
         )

@@ -216,7 +216,7 @@ def test_a_checkpoint_is_deleted_by_one_server_while_the_other_ones_worker_saves
             listed = [each.tinker_path for each in rest.list_checkpoints(path.split("/")[2]).result().checkpoints]
             assert listed in ([], [path])
             if listed:
-                client.create_training_client_from_state(path)
+                client.create_training_client_from_state(path).result(10)
 
 
 def test_both_show_the_same_workers(pair: Pair, client: tinsmith.ServiceClient) -> None:

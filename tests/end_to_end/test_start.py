@@ -120,6 +120,6 @@ def test_beside_a_model_that_cannot_be_loaded_the_other_is_served(
             BROKEN: False,
         }
         with pytest.raises(RequestFailedError, match=r"has no tensor model\.norm\.weight"):
-            client.create_lora_training_client(BROKEN, rank=4)
+            client.create_lora_training_client(BROKEN, rank=4).result(10)
         assert client.create_lora_training_client(GOOD, rank=4).get_info().model_data.model_name == GOOD
         wait_until(lambda: len(server.workers()) == 1, 30, "the worker that was given up is still there")

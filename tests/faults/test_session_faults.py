@@ -32,7 +32,7 @@ def test_a_dead_server_is_told_at_once_and_given_up_within_the_budget(caplog: py
     config = Config(base_url=f"http://127.0.0.1:{unused_port()}", api_key="tml-x", retry_budget=2.0)
     client = tinsmith.ServiceClient(config=config)
     started = time.monotonic()
-    asked = client._connection.run(client._capabilities)
+    asked = client.rest.get_server_capabilities()
     while "Trying again" not in caplog.text:
         assert time.monotonic() - started < 2, "the user was left in the dark"
         time.sleep(0.01)
@@ -65,7 +65,7 @@ def test_many_who_wait_for_a_session_that_cannot_be_opened_fail_together() -> No
         server.script("create_session", Reply(503, json={"detail": "full"}), times=FOREVER)
         config = Config(base_url=server.url, api_key="tml-x", retry_budget=0.8)
         client = tinsmith.ServiceClient(config=config)
-        asked = [client._create_sampler(None, "tiny/model-1", None, False) for _ in range(10)]
+        asked = [client.create_sampling_client(base_model="tiny/model-1") for _ in range(10)]
         for future in asked:
             with pytest.raises(tinsmith.InternalServerError):
                 future.result(10)
@@ -103,7 +103,7 @@ def run_script(server_url: str, body: str, **options: Any) -> tuple[subprocess.C
 import sys
 import tinsmith
 client = tinsmith.ServiceClient(base_url={server_url!r}, api_key="tml-x")
-client.create_sampling_client(base_model="tiny/model-1")
+client.create_sampling_client(base_model="tiny/model-1").result()
 {body}
 """
     started = time.monotonic()

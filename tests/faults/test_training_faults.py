@@ -224,22 +224,24 @@ def test_without_a_token_nothing_was_sent_so_the_number_is_still_free(clock: Vir
 
 
 def test_a_token_that_was_revoked_is_replaced_once() -> None:
-    with FakeServer(flags={"pjwt_auth_enabled": True}) as server, open_training(server) as client:
+    with FakeServer(flags={"pjwt_auth_enabled": True}) as server, open_service(server) as service:
+        rest, path = service.rest, "get_server_capabilities"
+        rest.get_server_capabilities().result(PATIENCE)
         before = len(server.received("auth/token"))
-        server.script("get_info", Reply(401, json={"detail": "token revoked"}))
-        assert client.get_info().model_id == client.model_id
+        server.script(path, Reply(401, json={"detail": "token revoked"}))
+        assert rest.get_server_capabilities().result(PATIENCE).supported_models
         assert len(server.received("auth/token")) == before + 1
-        server.script("get_info", Reply(401, json={"detail": "no longer a customer"}), times=2)
+        server.script(path, Reply(401, json={"detail": "no longer a customer"}), times=2)
         with pytest.raises(AuthenticationError, match="customer"):
-            client.get_info()
-        assert len(server.received("get_info")) == 4
+            rest.get_server_capabilities().result(PATIENCE)
+        assert len(server.received(path)) == 5
 
 
-def test_a_refused_key_is_not_tried_again(server: FakeServer, client: TrainingClient) -> None:
-    server.script("get_info", Reply(401, json={"detail": "unknown key"}))
-    with pytest.raises(AuthenticationError):
-        client.get_info()
-    assert len(server.received("get_info")) == 1
+def test_a_refused_key_is_not_tried_again(server: FakeServer) -> None:
+    server.script("get_server_capabilities", Reply(401, json={"detail": "unknown key"}))
+    with open_service(server) as service, pytest.raises(AuthenticationError):
+        service.get_server_capabilities()
+    assert len(server.received("get_server_capabilities")) == 1
 
 
 # --- lost answers ----------------------------------------------------------------------------------------------------
@@ -287,7 +289,7 @@ def test_a_snapshot_that_was_never_confirmed_is_healed_by_another_one(
 ) -> None:
     server.script("save_weights_for_sampler", Drop(), times=FOREVER)
     with pytest.raises(APIConnectionError):
-        client.save_weights_and_get_sampling_client()
+        client.save_weights_and_get_sampling_client().result(PATIENCE)
     server.clear_script()
     assert client.save_weights_and_get_sampling_client().sampling_session_id
     client.optim_step(ADAM).result(PATIENCE)
@@ -480,7 +482,7 @@ def test_the_key_is_not_shown_by_tools_that_print_local_variables() -> None:
         service = ServiceClient(base_url=server.url, api_key=KEY)
         server.script("create_session", Reply(403, json={"detail": "no"}), times=FOREVER)
         with pytest.raises(PermissionDeniedError) as caught:
-            service.create_lora_training_client(BASE_MODEL)
+            service.create_lora_training_client(BASE_MODEL).result(PATIENCE)
         shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
         inner = shown[shown.index("client/connection.py") :]
         assert "call" in inner

@@ -64,7 +64,7 @@ def open_service(server: FakeServer, **settings: Any) -> Iterator[ServiceClient]
 @contextlib.contextmanager
 def open_training(server: FakeServer, **settings: Any) -> Iterator[TrainingClient]:
     with open_service(server, **settings) as service:
-        yield service.create_lora_training_client(BASE_MODEL, rank=8)
+        yield service.create_lora_training_client(BASE_MODEL, rank=8).result(PATIENCE)
 
 
 def seq_ids(server: FakeServer, *endpoints: str) -> list[int]:

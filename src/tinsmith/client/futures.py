@@ -68,6 +68,10 @@ class APIFuture(Future[T]):
             check_not_forked()
         return asyncio.wrap_future(self).__await__()
 
+    async def coroutine(self) -> T:
+        """The same for what takes a coroutine and nothing else, such as `asyncio.create_task`."""
+        return await self
+
     def future(self) -> Future[T]:
         """The same object: it is a `concurrent.futures.Future` itself."""
         return self

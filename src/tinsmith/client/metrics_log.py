@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.futures import APIFuture
@@ -25,7 +25,7 @@ MOST_WAITING = 1000
 class MetricsLog:
     """Of one model. Calls are sent one after the other, in their order, and nothing waits for them but the close."""
 
-    def __init__(self, connection: Connection, model_id: str) -> None:
+    def __init__(self, connection: Connection, model_id: Callable[[], Awaitable[str]]) -> None:
         self._connection = connection
         self._model_id = model_id
         self._turn = asyncio.Lock()
@@ -38,7 +38,7 @@ class MetricsLog:
         finite = {name: number for name, number in numbers.items() if math.isfinite(number)}
         for name in numbers.keys() - finite.keys():
             logger.warning("The metric %r is %s at %s, and is left out.", name, numbers[name], _words(step))
-        request = LogMetricsRequest(model_id=self._model_id, metrics=finite, step=step)
+        request = LogMetricsRequest(model_id="", metrics=finite, step=step)
         return self._connection.run(lambda: self._send_in_turn(request))
 
     async def _send_in_turn(self, request: LogMetricsRequest) -> None:
@@ -59,7 +59,8 @@ class MetricsLog:
 
     async def _send(self, request: LogMetricsRequest) -> None:
         self._sent += 1
-        body = json.encode(request.model_copy(update={"seq_id": self._sent}))
+        model_id = await self._model_id()
+        body = json.encode(request.model_copy(update={"model_id": model_id, "seq_id": self._sent}))
         call = Call("POST", "/api/v1/log_metrics", body, Traffic.REST, expected=UNKNOWN)
         answer = await self._connection.call(call)
         if answer.status in UNKNOWN:
@@ -67,7 +68,7 @@ class MetricsLog:
             logger.warning(
                 "This server takes no metrics of clients (it answered %d), so log_metrics() does nothing for %s.",
                 answer.status,
-                self._model_id,
+                model_id,
             )
 
 

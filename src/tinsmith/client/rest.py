@@ -39,6 +39,7 @@ from tinsmith.types import (
     CurrentCheckpointStorageUsageResponse,
     ExternalWeightsUrlsResponse,
     GetSamplerResponse,
+    GetServerCapabilitiesResponse,
     GetSessionResponse,
     HealthResponse,
     ImportWeightsResponse,
@@ -71,6 +72,15 @@ class ExperimentalWarning(FutureWarning):
 
 class RestClient(RestCalls):
     """Needs no session. Synchronous methods return a future; twins with `_async` return the value."""
+
+    # The server
+
+    def get_server_capabilities(self) -> APIFuture[GetServerCapabilitiesResponse]:
+        """Which models can be trained and sampled."""
+        return self._get(GetServerCapabilitiesResponse, "/api/v1/get_server_capabilities", "get_server_capabilities")
+
+    async def get_server_capabilities_async(self) -> GetServerCapabilitiesResponse:
+        return await self.get_server_capabilities()
 
     # Training runs
 
@@ -233,7 +243,7 @@ class RestClient(RestCalls):
             )
         parse_checkpoint_path("path", path)
         request = CopyWeightsRequest(source_path=path, destination_project_id=project, ttl_seconds=ttl_seconds)
-        headers = {**sdk_headers("copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
+        headers = {**sdk_headers("RestClient", "copy_weights"), "X-Idempotency-Key": str(uuid.uuid4())}
         if weights_access_token is not None:
             headers["X-Tinker-Weights-Access-Token"] = weights_access_token
         call = Call("POST", "/api/v1/copy_weights", wire_json.encode(request), Traffic.REST, headers=headers)
@@ -275,7 +285,7 @@ class RestClient(RestCalls):
         check_choice("to", to, get_args(ExportForm))
         query = query_string({"to": to, "data_note": data_note or None})
         path = f"{_checkpoint_path(tinker_path)}/export{query}"
-        call = Call("GET", path, traffic=Traffic.REST, headers=sdk_headers("export_checkpoint"))
+        call = Call("GET", path, traffic=Traffic.REST, headers=sdk_headers("RestClient", "export_checkpoint"))
         target = Path(folder).expanduser().absolute()
 
         async def export() -> list[Path]:
@@ -316,7 +326,7 @@ class RestClient(RestCalls):
             traffic=Traffic.REST,
             content_type=tar.CONTENT_TYPE,
             headers={
-                **sdk_headers("import_adapter"),
+                **sdk_headers("RestClient", "import_adapter"),
                 "X-Idempotency-Key": str(uuid.uuid4()),
                 "Content-Length": str(upload.num_bytes),
             },
@@ -453,7 +463,9 @@ class RestClient(RestCalls):
 
     def health(self) -> APIFuture[HealthResponse]:
         """Whether the server is up. Asked once, without retries."""
-        call = Call("GET", "/api/v1/healthz", traffic=Traffic.REST, headers=sdk_headers("health"), retries=False)
+        call = Call(
+            "GET", "/api/v1/healthz", traffic=Traffic.REST, headers=sdk_headers("RestClient", "health"), retries=False
+        )
         return self._connection.run(lambda: self._connection.call_for(HealthResponse, call))
 
     async def health_async(self) -> HealthResponse:
@@ -502,7 +514,7 @@ class RestClient(RestCalls):
 def link_signer(connection: Connection, tinker_path: str) -> GetUrls:
     """What signs links to the files of an export, again and again if need be."""
     path = f"{_checkpoint_path(tinker_path, only='external')}/external_weights_urls"
-    call = Call("GET", path, traffic=Traffic.REST, headers=sdk_headers("get_external_weights_urls"))
+    call = Call("GET", path, traffic=Traffic.REST, headers=sdk_headers("RestClient", "get_external_weights_urls"))
     return lambda: connection.call_for(ExternalWeightsUrlsResponse, call)
 
 

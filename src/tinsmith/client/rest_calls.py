@@ -52,16 +52,18 @@ class RestCalls:
         return self._connection.run(lambda: self._fetch(result_type, path, method, query))
 
     async def _fetch(self, result_type: type[M], path: str, method: str, query: Mapping[str, Any] | None = None) -> M:
-        call = Call("GET", path + query_string(query), traffic=Traffic.REST, headers=sdk_headers(method))
+        call = Call(
+            "GET", path + query_string(query), traffic=Traffic.REST, headers=sdk_headers(type(self).__name__, method)
+        )
         return await self._connection.call_for(result_type, call)
 
     def _post(self, result_type: type[M], path: str, method: str, body: bytes) -> APIFuture[M]:
-        call = Call("POST", path, body, Traffic.REST, headers=sdk_headers(method))
+        call = Call("POST", path, body, Traffic.REST, headers=sdk_headers(type(self).__name__, method))
         return self._connection.run(lambda: self._connection.call_for(result_type, call))
 
     def _change(self, verb: str, path: str, method: str, body: bytes = b"") -> APIFuture[None]:
         """A call whose answer has no content. A conflict is final: repeating it would not change the answer."""
-        call = Call(verb, path, body, Traffic.REST, headers=sdk_headers(method), idempotent=False)
+        call = Call(verb, path, body, Traffic.REST, headers=sdk_headers(type(self).__name__, method), idempotent=False)
 
         async def change() -> None:
             await self._connection.call(call)
@@ -69,8 +71,9 @@ class RestCalls:
         return self._connection.run(change)
 
 
-def sdk_headers(method: str) -> dict[str, str]:
-    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": method}
+def sdk_headers(client: str, method: str) -> dict[str, str]:
+    """What the hosted service counts its calls by."""
+    return {"x-sdk-version": PROTOCOL_VERSION, "x-sdk-method": f"{client}.{method}"}
 
 
 def query_string(query: Mapping[str, Any] | None) -> str:

@@ -15,7 +15,7 @@ import math
 import random
 from collections.abc import Callable
 from concurrent.futures import CancelledError
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import msgspec
 
@@ -25,6 +25,7 @@ from tinsmith.client.connection import Call, Connection, closed_error
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.hooks import Backoff
 from tinsmith.client.limits import SampleLane, refuse_pending
+from tinsmith.client.making import why_not
 from tinsmith.client.once import Once
 from tinsmith.client.polling import LARGE_BODY_BYTES, ResultKind, retrieve
 from tinsmith.client.retry import Action, Retry, RetryConfig, classify
@@ -71,6 +72,13 @@ CANCEL_TIMEOUT_SECONDS = 30.0
 SAMPLE = ResultKind("Sample", functools.partial(wire_json.decode, SampleResponse), wire_proto.decode_sample_response)
 
 
+class Opened(NamedTuple):
+    """A sampling session that is there."""
+
+    sampling_session_id: str
+    base_model: str | None
+
+
 class SampleQueue:
     """The samples of one sampling client, from the call to the result.
 
@@ -78,21 +86,28 @@ class SampleQueue:
     """
 
     def __init__(
-        self, session: Session, sampling_session_id: str, retry_config: RetryConfig | None, shadow: bool
+        self, session: Session, opened: APIFuture[Opened], retry_config: RetryConfig | None, shadow: bool
     ) -> None:
         self.connection = session.connection
-        self.sampling_session_id = sampling_session_id
         self.retry_config = retry_config or RetryConfig()
         self.lane = SampleLane(retry_config.max_connections if retry_config is not None else None)
         self.flags: ClientConfigResponse | None = None
         self.resting: dict[_Sample, asyncio.TimerHandle] = {}
         """Samples that wait before they line up again."""
         self._session = session  # kept alive, and with it the heartbeats, while there are samples
+        self._opened = opened
         self._asked_limit = self.lane.max_unfinished
         self._numbers: itertools.count[int] | None = None if shadow else itertools.count()
         self._joining: Once[int] = Once()
         self._poller: BatchPoller | None = None
         self.connection.on_close(self._give_up)
+        if not opened.done():
+            opened.add_done_callback(lambda _: self.connection.loop.post(self._begin))
+
+    @property
+    def sampling_session_id(self) -> str:
+        """For what happens after it was opened."""
+        return self._opened.result().sampling_session_id
 
     def take_slot(self) -> None:
         self.connection.check_open()
@@ -129,16 +144,28 @@ class SampleQueue:
             sample.abandon(error)
             return
         self.lane.add(sample)
-        self.connection.account.sample_gate.ready(self.lane)
+        if self._opened.done():
+            self._begin()
+
+    def _begin(self) -> None:
+        """The sampling session is there, or never will be."""
+        error = why_not(self._opened)
+        if error is None:
+            self.connection.account.sample_gate.ready(self.lane)
+        else:
+            self._abandon_all(error)
 
     def _give_up(self) -> None:
         """The client is closed: nothing that waits will ever be sent."""
         self.connection.account.pending.turn_away(self, closed_error())
-        for sample in self.lane.empty():
-            assert isinstance(sample, _Sample)
-            sample.abandon(closed_error())
+        self._abandon_all(closed_error())
         for sample in list(self.resting):
             sample.end_rest(closed_error())
+
+    def _abandon_all(self, error: BaseException) -> None:
+        for sample in self.lane.empty():
+            assert isinstance(sample, _Sample)
+            sample.abandon(error)
 
     async def next_number(self) -> int:
         if self._numbers is None:
@@ -253,7 +280,7 @@ class _Sample:
         queue.use_flags(await queue.connection.flags())
         if self.number is None:
             self.number = await queue.next_number()
-        encode = functools.partial(_encode, self.request, self.number)
+        encode = functools.partial(_encode, self.request, queue.sampling_session_id, self.number)
         body = await run_coding(encode) if self._is_large() else encode()
         headers = {"X-Tinker-Sampling-Backpressure": "1"}
         answer = await self._sent(Call("POST", "/api/v1/asample", body, Traffic.SAMPLE, headers=headers, retries=False))
@@ -383,7 +410,7 @@ class _Sample:
         finally:  # a done-callback of the user's may raise anything
             queue.connection.account.sample_gate.ready(queue.lane)
 
-    def abandon(self, error: Exception) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Ends one that waits in line."""
         self._give_back_slot()
         self.future.fail(error)
@@ -428,8 +455,8 @@ async def _cancel_on_server(connection: Connection, request_id: str) -> None:
         logger.debug("The server was not told that sample %s is no longer wanted: %s", request_id, str(error))
 
 
-def _encode(request: SampleRequest, number: int) -> bytes:
-    return wire_json.encode({**request.to_builtins(), "seq_id": number})
+def _encode(request: SampleRequest, sampling_session_id: str, number: int) -> bytes:
+    return wire_json.encode({**request.to_builtins(), "sampling_session_id": sampling_session_id, "seq_id": number})
 
 
 def _check_answered(request: SampleRequest, response: SampleResponse) -> None:

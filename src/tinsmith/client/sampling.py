@@ -15,8 +15,9 @@ from tinsmith.client.config import Config
 from tinsmith.client.connection import Call, Connection
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.hooks import QueueStateChange
+from tinsmith.client.making import InTheMaking, when_made
 from tinsmith.client.retry import RetryConfig
-from tinsmith.client.samples import SampleQueue
+from tinsmith.client.samples import Opened, SampleQueue
 from tinsmith.client.session import Session, inherited_session
 from tinsmith.client.transport import Traffic
 from tinsmith.errors import (
@@ -42,8 +43,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SamplingClient:
+class SamplingClient(InTheMaking[Opened]):
     """Made by `ServiceClient.create_sampling_client()` or `TrainingClient.save_weights_and_get_sampling_client()`.
+
+    It can be used at once. To wait until the server has the weights, or to learn why it has not, call `result()` or
+    await the client.
 
     It may be pickled and copied: a copy samples the same weights under numbers of its own, with the credentials of
     the process it is in. The limits on submissions are shared by all sampling clients of one server and key.
@@ -52,8 +56,8 @@ class SamplingClient:
     def __init__(
         self,
         session: Session,
+        opened: APIFuture[Opened],
         *,
-        sampling_session_id: str,
         shadow: bool = False,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
@@ -62,11 +66,16 @@ class SamplingClient:
             raise InvalidTypeError(
                 f"retry_config is {retry_config!r}; it must be a RetryConfig.", field="retry_config", value=retry_config
             )
-        self.sampling_session_id = check_text("sampling_session_id", sampling_session_id)
+        super().__init__(opened)
         self._session = session
         self._connection = session.connection
         self._record_stability_info = record_stability_info
-        self._queue = SampleQueue(session, self.sampling_session_id, retry_config, shadow=shadow)
+        self._queue = SampleQueue(session, opened, retry_config, shadow=shadow)
+
+    @property
+    def sampling_session_id(self) -> str:
+        """The server's name for this sampler; waits until there is one."""
+        return self._made.result().sampling_session_id
 
     @staticmethod
     def create(
@@ -77,7 +86,7 @@ class SamplingClient:
         sampling_session_id: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-    ) -> APIFuture[SamplingClient]:
+    ) -> SamplingClient:
         """Opens a sampling session for saved weights or a base model, or takes up one that exists."""
         if not (model_path or base_model or sampling_session_id):
             raise InvalidInputError("Give model_path (a tinker:// path) or base_model (a model name).")
@@ -90,21 +99,22 @@ class SamplingClient:
                 value=model_path,
             )
         number = next(session.sampler_numbers)
+        connection = session.connection
 
-        async def open_session() -> SamplingClient:
+        async def open_session() -> Opened:
             session_id = await session.open()
             request = CreateSamplingSessionRequest(
                 session_id=session_id, sampling_session_seq_id=number, model_path=model_path, base_model=base_model
             )
-            opened = sampling_session_id or await _create_sampling_session(session.connection, request)
-            return SamplingClient(
-                session,
-                sampling_session_id=opened,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            )
+            opened = sampling_session_id or await _create_sampling_session(connection, request)
+            return Opened(opened, base_model or (await _look_up(connection, opened)).base_model)
 
-        return session.connection.run(open_session)
+        return SamplingClient(
+            session,
+            connection.run(open_session),
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
 
     # Sampling
 
@@ -182,10 +192,13 @@ class SamplingClient:
     # Information
 
     def get_base_model(self, *, timeout: float | None = None) -> str:
-        return self._connection.run(self._get_sampler).result(timeout).base_model
+        """Known once the client is ready."""
+        if self._made.done() and (known := self._made.result().base_model):
+            return known
+        return self._connection.run(self._get_base_model).result(timeout)
 
     async def get_base_model_async(self, *, timeout: float | None = None) -> str:
-        return (await self._connection.run(self._get_sampler).result_async(timeout)).base_model
+        return await self._connection.run(self._get_base_model).result_async(timeout)
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Tokenizer:
         """The tokenizer of the base model, from a process-wide cache."""
@@ -230,20 +243,24 @@ class SamplingClient:
     def __copy__(self) -> SamplingClient:
         return SamplingClient(
             self._session,
-            sampling_session_id=self.sampling_session_id,
+            self._made,
             shadow=True,
             retry_config=self._queue.retry_config,
             record_stability_info=self._record_stability_info,
         )
 
     def __repr__(self) -> str:
-        return f"SamplingClient(sampling_session_id={self.sampling_session_id!r})"
+        return (
+            f"SamplingClient({f'sampling_session_id={self.sampling_session_id!r}' if self._is_ready else 'not ready'})"
+        )
 
     def _state(self) -> _SamplerState:
+        opened = self._made.result()  # then the session is open, too
         return _SamplerState(
             base_url=self._connection.config.base_url,
             session_id=self._session.session_id or "",
-            sampling_session_id=self.sampling_session_id,
+            sampling_session_id=opened.sampling_session_id,
+            base_model=opened.base_model,
             record_stability_info=self._record_stability_info,
         )
 
@@ -275,7 +292,6 @@ class SamplingClient:
                 value=prompt_logprobs_last_n,
             )
         return SampleRequest(
-            sampling_session_id=self.sampling_session_id,
             num_samples=num_samples,
             prompt=prompt,
             sampling_params=sampling_params,
@@ -291,14 +307,14 @@ class SamplingClient:
     def _logprobs_request(self, prompt: ModelInput, last_n: int | None) -> SampleRequest:
         return self._request(prompt, 1, SamplingParams(max_tokens=1), True, 0, 0, None, 0, last_n)
 
-    async def _get_sampler(self) -> GetSamplerResponse:
-        call = Call("GET", f"/api/v1/samplers/{quote(self.sampling_session_id, safe=':')}", traffic=Traffic.REST)
-        return await self._connection.call_for(GetSamplerResponse, call)
+    async def _get_base_model(self) -> str:
+        opened = await when_made(self._made)
+        return opened.base_model or (await _look_up(self._connection, opened.sampling_session_id)).base_model
 
     async def _get_tokenizer(self) -> Tokenizer:
         from tinsmith.client.tokenizers import get_tokenizer, known_here
 
-        sampler = await self._get_sampler()
+        sampler = await _look_up(self._connection, (await when_made(self._made)).sampling_session_id)
         # Only our own server says which tokenizer it is.
         return await asyncio.to_thread(get_tokenizer, sampler.base_model, known_here(sampler.extra.get("tokenizer_id")))
 
@@ -309,6 +325,7 @@ class _SamplerState(msgspec.Struct, frozen=True):
     base_url: str
     session_id: Annotated[str, msgspec.Meta(min_length=1)]
     sampling_session_id: Annotated[str, msgspec.Meta(min_length=1)]
+    base_model: str | None = None
     record_stability_info: bool = False
 
 
@@ -317,10 +334,17 @@ async def _create_sampling_session(connection: Connection, request: CreateSampli
     return (await connection.call_for(CreateSamplingSessionResponse, call)).sampling_session_id
 
 
+async def _look_up(connection: Connection, sampling_session_id: str) -> GetSamplerResponse:
+    call = Call("GET", f"/api/v1/samplers/{quote(sampling_session_id, safe=':')}", traffic=Traffic.REST)
+    return await connection.call_for(GetSamplerResponse, call)
+
+
 def _from_state(state: _SamplerState, api_key: str | None = None) -> SamplingClient:
+    opened: APIFuture[Opened] = APIFuture()
+    opened.resolve(Opened(state.sampling_session_id, state.base_model))
     return SamplingClient(
         inherited_session(Config.from_env(base_url=state.base_url, api_key=api_key), state.session_id),
-        sampling_session_id=state.sampling_session_id,
+        opened,
         shadow=True,
         record_stability_info=state.record_stability_info,
     )
@@ -345,3 +369,7 @@ def _prompt_logprobs(response: SampleResponse) -> list[float | None]:
     if response.prompt_logprobs is None:
         raise UnsupportedByServerError("The server returned no log-probabilities of the prompt.")
     return response.prompt_logprobs
+
+
+BackcompatSamplingClientFuture = SamplingClient
+"""The official package has a class of its own for a client that is not ready yet."""

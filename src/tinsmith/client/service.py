@@ -28,8 +28,7 @@ from tinsmith.client.rest import RestClient, link_signer
 from tinsmith.client.retry import RetryConfig
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import FinishStatus, Session
-from tinsmith.client.training import LOAD_WEIGHTS, TrainingClient, json_result
-from tinsmith.client.transport import Traffic
+from tinsmith.client.training import LOAD_WEIGHTS, MadeModel, TrainingClient, json_result
 from tinsmith.errors import InvalidInputError, TinkerError, UnsupportedByServerError
 from tinsmith.types import (
     AdamOptimizerConfig,
@@ -52,6 +51,8 @@ logger = logging.getLogger(__name__)
 CREATE_MODEL = json_result("CreateModel", CreateModelResponse)
 CREATE_CUSTOM_LOSS = json_result("CreateCustomLoss", CreateCustomLossResponse)
 EXPORT_SECONDS = 3600
+TO_BE_OPENED = ""
+"""In place of the id of the session, which is opened when something is sent."""
 
 
 class ServiceClient:
@@ -86,7 +87,7 @@ class ServiceClient:
         self._traced_losses: set[str] = set()
         self._lock = threading.Lock()
 
-    # Training clients
+    # Training clients. They can be used at once, before the server has made the model.
 
     def create_lora_training_client(
         self,
@@ -98,13 +99,21 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
     ) -> TrainingClient:
-        """A new model: `base_model` with a fresh LoRA adapter. Waits until the server has made it."""
-        return self._create_lora(
-            base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        ).result(timeout)
+        """A new model: `base_model` with a fresh LoRA adapter."""
+        check_text("base_model", base_model)
+        if not (train_mlp or train_attn or train_unembed):
+            raise InvalidInputError("Nothing would be trained: set one of train_mlp, train_attn, train_unembed.")
+        lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
+        request = CreateModelRequest(
+            session_id=TO_BE_OPENED,
+            model_seq_id=next(self._session.model_numbers),
+            base_model=base_model,
+            user_metadata=check_metadata(user_metadata),
+            lora_config=lora,
+            optimizer_config=optimizer or AdamOptimizerConfig(),
+        )
+        return TrainingClient(self._session, lambda: self._create_model(request))
 
     async def create_lora_training_client_async(
         self,
@@ -119,7 +128,7 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        return await self._create_lora(
+        return await self.create_lora_training_client(
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
         ).result_async(timeout)
 
@@ -130,11 +139,9 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
     ) -> TrainingClient:
         """A new model with saved weights and a fresh optimizer."""
-        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False).result(timeout)
+        return self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
 
     async def create_training_client_from_state_async(
         self,
@@ -146,9 +153,8 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        return await self._from_state(
-            path, base_model, user_metadata, weights_access_token, optimizer, False
-        ).result_async(timeout)
+        client = self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
+        return await client.result_async(timeout)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -156,11 +162,9 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
     ) -> TrainingClient:
         """A new model with saved weights and optimizer state: training goes on as if it had not stopped."""
-        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result(timeout)
+        return self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
 
     async def create_training_client_from_state_with_optimizer_async(
         self,
@@ -171,11 +175,10 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> TrainingClient:
-        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True).result_async(
-            timeout
-        )
+        client = self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
+        return await client.result_async(timeout)
 
-    # Sampling clients
+    # Sampling clients. They too can be used at once.
 
     def create_sampling_client(
         self,
@@ -183,11 +186,15 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
     ) -> SamplingClient:
         """Samples from saved weights (`model_path`) or from a base model."""
-        return self._create_sampler(model_path, base_model, retry_config, record_stability_info).result(timeout)
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            base_model=base_model,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
 
     async def create_sampling_client_async(
         self,
@@ -198,9 +205,8 @@ class ServiceClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._create_sampler(model_path, base_model, retry_config, record_stability_info).result_async(
-            timeout
-        )
+        client = self.create_sampling_client(model_path, base_model, retry_config, record_stability_info)
+        return await client.result_async(timeout)
 
     # Custom losses
 
@@ -250,11 +256,11 @@ class ServiceClient:
     # Information
 
     def get_server_capabilities(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
-        """Which models can be trained and sampled."""
-        return self._connection.run(self._capabilities).result(timeout)
+        """Which models can be trained and sampled. `RestClient` tells it, too, and needs no session for anything."""
+        return self.rest.get_server_capabilities().result(timeout)
 
     async def get_server_capabilities_async(self, *, timeout: float | None = None) -> GetServerCapabilitiesResponse:
-        return await self._connection.run(self._capabilities).result_async(timeout)
+        return await self.rest.get_server_capabilities().result_async(timeout)
 
     def get_console_url(self) -> str:
         session_id = self._session.session_id
@@ -320,47 +326,10 @@ class ServiceClient:
     async def _close(self, status: FinishStatus, detail: str | None) -> None:
         await self._connection.close(functools.partial(self._session.finish, status, detail))
 
-    def _create_lora(
-        self,
-        base_model: str,
-        rank: int,
-        seed: int | None,
-        train_mlp: bool,
-        train_attn: bool,
-        train_unembed: bool,
-        user_metadata: Mapping[str, str] | None,
-        optimizer: OptimizerConfig | None,
-    ) -> APIFuture[TrainingClient]:
-        check_text("base_model", base_model)
-        if not (train_mlp or train_attn or train_unembed):
-            raise InvalidInputError("Nothing would be trained: set one of train_mlp, train_attn, train_unembed.")
-        lora = LoraConfig(rank=rank, seed=seed, train_unembed=train_unembed, train_mlp=train_mlp, train_attn=train_attn)
-        metadata = check_metadata(user_metadata)
-        number = next(self._session.model_numbers)
-        return self._connection.run(
-            lambda: self._create_model(number, base_model, lora, metadata, optimizer or AdamOptimizerConfig())
-        )
-
-    async def _create_model(
-        self,
-        number: int,
-        base_model: str,
-        lora: LoraConfig,
-        user_metadata: dict[str, str] | None,
-        optimizer: OptimizerConfig,
-    ) -> TrainingClient:
-        request = CreateModelRequest(
-            session_id=await self._session.open(),
-            model_seq_id=number,
-            base_model=base_model,
-            user_metadata=user_metadata,
-            lora_config=lora,
-            optimizer_config=optimizer,
-        )
+    async def _create_model(self, request: CreateModelRequest) -> MadeModel:
         answer = await self._submit("/api/v1/create_model", request)
         created = await retrieve(self._connection, CREATE_MODEL, answer.request_id, subject=MODEL_CREATION)
-        logger.info("Model %s is ready.", created.model_id)
-        return TrainingClient(self._session, number, created.model_id)
+        return MadeModel(created.model_id)
 
     def _from_state(
         self,
@@ -370,38 +339,48 @@ class ServiceClient:
         token: str | None,
         optimizer: OptimizerConfig | None,
         with_optimizer: bool,
-    ) -> APIFuture[TrainingClient]:
+    ) -> TrainingClient:
         parse_checkpoint_path("path", path)
-        metadata = check_metadata(user_metadata)
+        token = None if token is None else check_key(token, "weights_access_token")
         number = next(self._session.model_numbers)
+        in_one_request = LoadWeightsRequest(
+            session_id=TO_BE_OPENED,
+            model_seq_id=number,
+            base_model=base_model,
+            user_metadata=check_metadata(user_metadata),
+            path=path,
+            optimizer=with_optimizer,
+            optimizer_config=optimizer,
+            weights_access_token=token,
+        )
 
-        async def create() -> TrainingClient:
+        async def create() -> MadeModel:
             if (await self._connection.flags()).create_model_via_load_weights:
-                request = LoadWeightsRequest(
-                    session_id=await self._session.open(),
-                    model_seq_id=number,
-                    base_model=base_model,
-                    user_metadata=metadata,
-                    path=path,
-                    optimizer=with_optimizer,
-                    optimizer_config=optimizer,
-                    weights_access_token=token,
-                )
-                return await self._create_by_loading(number, request)
+                await self._load(in_one_request)
+                return MadeModel(f"{self._session.session_id}:train:{number}")
             info = await self._weights_info(path, token)
             family = info.optimizer_config if with_optimizer else optimizer or AdamOptimizerConfig()
-            client = await self._create_model(
-                number, base_model or info.base_model, _lora_of(path, info), metadata, family
+            request = CreateModelRequest(
+                session_id=TO_BE_OPENED,
+                model_seq_id=number,
+                base_model=base_model or info.base_model,
+                user_metadata=in_one_request.user_metadata,
+                lora_config=_lora_of(path, info),
+                optimizer_config=family,
             )
-            await client.load(path, token, optimizer=with_optimizer)
-            return client
+            model_id, _ = await self._create_model(request)
+            await self._load(
+                LoadWeightsRequest(
+                    model_id=model_id, seq_id=1, path=path, optimizer=with_optimizer, weights_access_token=token
+                )
+            )
+            return MadeModel(model_id, num_operations=1)
 
-        return self._connection.run(create)
+        return TrainingClient(self._session, create)
 
-    async def _create_by_loading(self, number: int, request: LoadWeightsRequest) -> TrainingClient:
+    async def _load(self, request: LoadWeightsRequest) -> None:
         answer = await self._submit("/api/v1/load_weights", request)
         await retrieve(self._connection, LOAD_WEIGHTS, answer.request_id, subject=MODEL_CREATION)
-        return TrainingClient(self._session, number, f"{request.session_id}:train:{number}")
 
     async def _weights_info(self, path: str, token: str | None) -> WeightsInfoResponse:
         """Asked with the other account's credential if one was given, for only that one may know."""
@@ -409,30 +388,14 @@ class ServiceClient:
         call = Call("POST", "/api/v1/weights_info", wire_json.encode({"tinker_path": path}))
         if token is None:
             return await connection.call_for(WeightsInfoResponse, call)
-        key = check_key(token, "weights_access_token")
         other = Connection(
-            msgspec.structs.replace(connection.config, api_key=key, credential_command=None, telemetry=False),
+            msgspec.structs.replace(connection.config, api_key=token, credential_command=None, telemetry=False),
             connection.loop,
         )
         try:
             return await other.call_for(WeightsInfoResponse, call)
         finally:
             await other.close()
-
-    def _create_sampler(
-        self,
-        model_path: str | None,
-        base_model: str | None,
-        retry_config: RetryConfig | None,
-        record_stability_info: bool,
-    ) -> APIFuture[SamplingClient]:
-        return SamplingClient.create(
-            self._session,
-            model_path=model_path,
-            base_model=base_model,
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-        )
 
     async def _register_loss(self, traced: loss_graph.TracedLoss) -> loss_graph.LossHandle:
         handle = traced.in_session(await self._session.open())
@@ -478,7 +441,7 @@ class ServiceClient:
         return self._connection.run(lambda: self._export_and_download(path, folder, on_progress))
 
     async def _export_and_download(self, path: str, folder: Path, on_progress: ProgressCallback | None) -> list[Path]:
-        client = await self.create_training_client_from_state_async(path)
+        client = self.create_training_client_from_state(path)
         exported = (await client.save_weights_external("download", ttl_seconds=EXPORT_SECONDS)).path
         try:
             # Every call makes an export of its own, and nobody promises that their bytes are equal.
@@ -501,11 +464,9 @@ class ServiceClient:
             logger.warning("The export %s could not be deleted (%s); it expires in an hour.", path, error)
 
     async def _submit(self, path: str, request: Any) -> UntypedAPIFuture:
+        if request.session_id == TO_BE_OPENED:
+            request = request.model_copy(update={"session_id": await self._session.open()})
         return await self._connection.call_for(UntypedAPIFuture, Call("POST", path, wire_json.encode(request)))
-
-    async def _capabilities(self) -> GetServerCapabilitiesResponse:
-        call = Call("GET", "/api/v1/get_server_capabilities", traffic=Traffic.REST)
-        return await self._connection.call_for(GetServerCapabilitiesResponse, call)
 
 
 def _status(kind: type[BaseException] | None) -> FinishStatus:

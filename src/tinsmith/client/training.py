@@ -8,16 +8,18 @@ import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeAlias, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, get_args
 
 from tinsmith.client import chunks, custom_loss, loss_graph
-from tinsmith.client.connection import Call
+from tinsmith.client.connection import Call, Connection
 from tinsmith.client.console import training_run_url
 from tinsmith.client.futures import APIFuture
 from tinsmith.client.hooks import TRAINING
+from tinsmith.client.making import InTheMaking, when_made
 from tinsmith.client.metrics_log import MetricsLog
 from tinsmith.client.polling import ResultKind, retrieve
 from tinsmith.client.retry import RetryConfig
+from tinsmith.client.samples import Opened
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.session import Session
 from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
@@ -37,6 +39,7 @@ from tinsmith.types import (
     OptimStepRequest,
     OptimStepResponse,
     ParsedCheckpointTinkerPath,
+    SamplingClientKind,
     SaveWeightsExternalRequest,
     SaveWeightsExternalResponse,
     SaveWeightsForSamplerRequest,
@@ -65,6 +68,9 @@ CustomLossFn = custom_loss.TorchLossFn | custom_loss.NumpyLossFn | loss_graph.Lo
 
 Framework: TypeAlias = Literal["torch", "numpy"]
 
+TO_BE_NAMED = ""
+"""In place of the id of a model that may not be there yet."""
+
 MAX_AGE_RECIPIENTS = 10
 MIN_TTL_SECONDS, MAX_TTL_SECONDS = 3_600, 315_360_000
 """One hour and ten years."""
@@ -86,21 +92,52 @@ FORWARD = json_result("Forward", ForwardBackwardOutput)._replace(
 FORWARD_BACKWARD = FORWARD._replace(request_type="ForwardBackward")
 
 
-class TrainingClient:
+class MadeModel(NamedTuple):
+    """What a server has made."""
+
+    model_id: str
+    num_operations: int = 0
+    """How many it has had by then; they have taken the first numbers."""
+
+
+class _Known(NamedTuple):
+    """What is known of a model that is there, and does not change."""
+
+    made: MadeModel
+    info: GetInfoResponse
+
+
+class TrainingClient(InTheMaking[_Known]):
     """Made by `ServiceClient.create_lora_training_client()` and its relatives.
+
+    It can be used at once. To wait until the server has made the model, or to learn why it has not, call `result()` or
+    await the client.
 
     Operations run on the server in the order in which they are called here, whatever thread calls them, and each
     returns a future at once, so that the next one can be sent before the last one is done. Twins with `_async` return
     the same future from a coroutine.
     """
 
-    def __init__(self, session: Session, model_seq_id: int, model_id: str) -> None:
-        self.model_id = model_id
+    def __init__(self, session: Session, make: Callable[[], Coroutine[Any, Any, MadeModel]]) -> None:
+        connection = session.connection
+        made = connection.run(lambda: _looked_up(connection, make))
+        super().__init__(made)
+
+        async def num_before() -> int:
+            return (await when_made(made)).made.num_operations
+
+        async def model_id() -> str:
+            return (await when_made(made)).made.model_id
+
         self._session = session
-        self._model_seq_id = model_seq_id
-        self._connection = session.connection
-        self._turns = TurnQueue(session.connection, session.connection.config.max_inflight)
-        self._metrics = MetricsLog(session.connection, model_id)
+        self._connection = connection
+        self._turns = TurnQueue(connection, connection.config.max_inflight, num_before)
+        self._metrics = MetricsLog(connection, model_id)
+
+    @property
+    def model_id(self) -> str:
+        """The server's name for the model; waits until there is one."""
+        return self._made.result().made.model_id
 
     # Forward and backward
 
@@ -183,7 +220,7 @@ class TrainingClient:
                 field="optim_params",
                 value=params,
             )
-        request = OptimStepRequest(optim_params=params, model_id=self.model_id, seq_id=1)
+        request = OptimStepRequest(optim_params=params, model_id=TO_BE_NAMED, seq_id=1)
         return self._operate("/api/v1/optim_step", request, OPTIM_STEP)
 
     async def optim_step_async(
@@ -205,7 +242,7 @@ class TrainingClient:
         Overwriting replaces the metadata as a whole. `ttl_seconds` is 3,600 to ten years; None never expires.
         """
         request = SaveWeightsRequest(
-            model_id=self.model_id,
+            model_id=TO_BE_NAMED,
             path=_checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
@@ -229,7 +266,7 @@ class TrainingClient:
     ) -> APIFuture[SaveWeightsForSamplerResponse]:
         """Saves weights for sampling, without optimizer state."""
         request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id,
+            model_id=TO_BE_NAMED,
             path=_checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
@@ -248,7 +285,7 @@ class TrainingClient:
     ) -> APIFuture[SaveWeightsExternalResponse]:
         """Exports the weights as files for other tools, encrypted for up to ten `age` recipients if given."""
         request = SaveWeightsExternalRequest(
-            model_id=self.model_id,
+            model_id=TO_BE_NAMED,
             path=_checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
@@ -265,26 +302,26 @@ class TrainingClient:
     def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
         """Deprecated: use `ServiceClient.create_training_client_from_state`."""
         _warn_of_load_state("create_training_client_from_state")
-        return self.load(path, weights_access_token, optimizer=False)
+        return self._load(path, weights_access_token, optimizer=False)
 
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
         _warn_of_load_state("create_training_client_from_state")
-        return self.load(path, weights_access_token, optimizer=False)
+        return self._load(path, weights_access_token, optimizer=False)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
         """Deprecated: use `ServiceClient.create_training_client_from_state_with_optimizer`."""
         _warn_of_load_state("create_training_client_from_state_with_optimizer")
-        return self.load(path, weights_access_token, optimizer=True)
+        return self._load(path, weights_access_token, optimizer=True)
 
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
         _warn_of_load_state("create_training_client_from_state_with_optimizer")
-        return self.load(path, weights_access_token, optimizer=True)
+        return self._load(path, weights_access_token, optimizer=True)
 
     # Sampling
 
@@ -293,32 +330,57 @@ class TrainingClient:
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
+        kind: SamplingClientKind = "snapshot",
     ) -> SamplingClient:
-        """A sampler of the present weights, which later training does not change. `name` has no effect."""
-        return self._snapshot(name, retry_config, record_stability_info).result(timeout)
+        """A sampler of the present weights. `name` has no effect.
+
+        Later training does not change it. With `kind="inflight"` it changes with the next call of that kind: all such
+        samplers of a model have the weights of the latest one, as soon as these have reached the server's workers.
+        """
+        if name is not None:
+            warnings.warn("name has no effect here; call it without.", FutureWarning, stacklevel=2)
+        request = SaveWeightsForSamplerRequest(
+            model_id=TO_BE_NAMED, sampling_session_seq_id=next(self._session.sampler_numbers), kind=kind, seq_id=1
+        )
+        saved: APIFuture[SaveWeightsForSamplerResponseInternal] = self._operate(
+            "/api/v1/save_weights_for_sampler", request, SAVE_WEIGHTS_FOR_SAMPLER
+        )
+
+        async def opened() -> Opened:
+            session_id = (await saved).sampling_session_id
+            if session_id is None:
+                raise UnsupportedByServerError("The server saved the weights but opened no sampling session for them.")
+            return Opened(session_id, (await when_made(self._made)).info.model_data.model_name)
+
+        return SamplingClient(
+            self._session,
+            self._connection.run(opened),
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
 
     async def save_weights_and_get_sampling_client_async(
         self,
         name: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        kind: SamplingClientKind = "snapshot",
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._snapshot(name, retry_config, record_stability_info).result_async(timeout)
+        sampler = self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
+        return await sampler.result_async(timeout)
 
     def create_sampling_client(
-        self,
-        model_path: str,
-        retry_config: RetryConfig | None = None,
-        record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
+        self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
     ) -> SamplingClient:
         """A sampler of saved weights."""
-        return self._sampler(model_path, retry_config, record_stability_info).result(timeout)
+        return SamplingClient.create(
+            self._session,
+            model_path=model_path,
+            retry_config=retry_config,
+            record_stability_info=record_stability_info,
+        )
 
     async def create_sampling_client_async(
         self,
@@ -328,7 +390,7 @@ class TrainingClient:
         *,
         timeout: float | None = None,
     ) -> SamplingClient:
-        return await self._sampler(model_path, retry_config, record_stability_info).result_async(timeout)
+        return await self.create_sampling_client(model_path, retry_config, record_stability_info).result_async(timeout)
 
     # Information
 
@@ -345,10 +407,12 @@ class TrainingClient:
         return self.log_metrics(metrics, step)
 
     def get_info(self, *, timeout: float | None = None) -> GetInfoResponse:
-        return self._connection.run(self._get_info).result(timeout)
+        """The base model, the adapter and the optimizer; known once the client is ready."""
+        return self._made.result(timeout).info
 
     async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
-        return await self._connection.run(self._get_info).result_async(timeout)
+        async with asyncio.timeout(timeout):
+            return (await when_made(self._made)).info
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Tokenizer:
         """The tokenizer of the model, from a process-wide cache. It turns text into ids and applies no template."""
@@ -384,7 +448,7 @@ class TrainingClient:
         _refuse_copy()
 
     def __repr__(self) -> str:
-        return f"TrainingClient(model_id={self.model_id!r})"
+        return f"TrainingClient({f'model_id={self.model_id!r}' if self._is_ready else 'not ready'})"
 
     # How operations are made
 
@@ -395,10 +459,13 @@ class TrainingClient:
         kind: ResultKind[Any],
         transform: Callable[[Any], Any] = lambda result: result,
     ) -> APIFuture[Any]:
-        """An operation that is one JSON request. The request was built by the caller, so bad input is raised there."""
+        """An operation that is one JSON request. The request was built by the caller, so bad input is raised there.
+
+        Its model and its number are filled in when they are known.
+        """
 
         async def prepare() -> Sequence[Submission]:
-            return [JsonSubmission(self._connection, path, request)]
+            return [JsonSubmission(self._connection, path, request.model_copy(update={"model_id": self.model_id}))]
 
         async def collect(answers: Sequence[UntypedAPIFuture]) -> Any:
             return transform(await self._retrieve(kind, answers[0]))
@@ -488,53 +555,17 @@ class TrainingClient:
     async def _retrieve(self, kind: ResultKind[T], answer: UntypedAPIFuture) -> T:
         return await retrieve(self._connection, kind, answer.request_id, subject=TRAINING)
 
-    def load(self, path: str, weights_access_token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
-        """Replaces the weights by saved ones. The service client does this right after it has made the model."""
+    def _load(self, path: str, weights_access_token: str | None, *, optimizer: bool) -> APIFuture[LoadWeightsResponse]:
         ParsedCheckpointTinkerPath.from_tinker_path(path)
         request = LoadWeightsRequest(
-            model_id=self.model_id, seq_id=1, path=path, optimizer=optimizer, weights_access_token=weights_access_token
+            model_id=TO_BE_NAMED, seq_id=1, path=path, optimizer=optimizer, weights_access_token=weights_access_token
         )
         return self._operate("/api/v1/load_weights", request, LOAD_WEIGHTS)
-
-    def _snapshot(
-        self, name: str | None, retry_config: RetryConfig | None, record_stability_info: bool
-    ) -> APIFuture[SamplingClient]:
-        if name is not None:
-            warnings.warn("name has no effect here; call it without.", FutureWarning, stacklevel=3)
-        request = SaveWeightsForSamplerRequest(
-            model_id=self.model_id, sampling_session_seq_id=next(self._session.sampler_numbers), seq_id=1
-        )
-
-        def sampler(result: SaveWeightsForSamplerResponseInternal) -> SamplingClient:
-            if result.sampling_session_id is None:
-                raise UnsupportedByServerError("The server saved the weights but opened no sampling session for them.")
-            return SamplingClient(
-                self._session,
-                sampling_session_id=result.sampling_session_id,
-                retry_config=retry_config,
-                record_stability_info=record_stability_info,
-            )
-
-        return self._operate("/api/v1/save_weights_for_sampler", request, SAVE_WEIGHTS_FOR_SAMPLER, sampler)
-
-    def _sampler(
-        self, model_path: str, retry_config: RetryConfig | None, record_stability_info: bool
-    ) -> APIFuture[SamplingClient]:
-        return SamplingClient.create(
-            self._session,
-            model_path=model_path,
-            retry_config=retry_config,
-            record_stability_info=record_stability_info,
-        )
-
-    async def _get_info(self) -> GetInfoResponse:
-        body = wire_json.encode(GetInfoRequest(model_id=self.model_id))
-        return await self._connection.call_for(GetInfoResponse, Call("POST", "/api/v1/get_info", body))
 
     async def _get_tokenizer(self) -> Tokenizer:
         from tinsmith.client.tokenizers import get_tokenizer, known_here
 
-        model = (await self._get_info()).model_data
+        model = (await when_made(self._made)).info.model_data
         name = model.model_name or model.tokenizer_id
         if name is None:
             raise UnsupportedByServerError(
@@ -555,6 +586,14 @@ class TrainingClient:
                 field="loss_fn",
                 value=handle.session_id,
             )
+
+
+async def _looked_up(connection: Connection, make: Callable[[], Coroutine[Any, Any, MadeModel]]) -> _Known:
+    made = await make()
+    call = Call("POST", "/api/v1/get_info", wire_json.encode(GetInfoRequest(model_id=made.model_id)))
+    known = _Known(made, await connection.call_for(GetInfoResponse, call))
+    logger.info("Model %s is ready.", made.model_id)
+    return known
 
 
 def _checked_data(data: Sequence[Datum]) -> list[Datum]:
@@ -678,3 +717,7 @@ def _refuse_copy() -> NoReturn:
         "A TrainingClient cannot be copied or pickled: two copies would give the same number to different operations. "
         "Share the object between threads, or create another client from a saved state."
     )
+
+
+BackcompatTrainingClientFuture = TrainingClient
+"""The official package has a class of its own for a client that is not ready yet."""

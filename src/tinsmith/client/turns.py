@@ -3,7 +3,8 @@
 An operation passes through four stages:
 
 1. `add`      on the caller's thread; this fixes its place.
-2. prepare    off the loop, as soon as it is added: the body is encoded while earlier operations are still being sent.
+2. prepare    off the loop, as soon as it is added and the model is there: the body is encoded while earlier operations
+              are still being sent.
 3. its turn   on the loop: it gets the next number (or numbers, one per chunk) and is sent. Nothing else of this
               model is sent meanwhile, so a slow submission delays the ones behind it; encoding does not.
 4. collect    its result is polled for, while later operations take their turns.
@@ -32,7 +33,7 @@ import contextvars
 import enum
 import functools
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from tinsmith.client.connection import TOKEN_PATH, Connection, closed_error
@@ -101,9 +102,13 @@ class _Unconfirmed(NamedTuple):
 class TurnQueue:
     """The operations of one model. `add` may be called from any thread; all else happens on the loop."""
 
-    def __init__(self, connection: Connection, max_inflight: int | None) -> None:
+    def __init__(
+        self, connection: Connection, max_inflight: int | None, num_before: Callable[[], Awaitable[int]]
+    ) -> None:
+        """`num_before` waits until there is a model, and tells how many operations it has had by then."""
         self._connection = connection
         self._loop = connection.loop
+        self._num_before = num_before
         self._next_number = 1
         self._waiting: deque[Operation[Any]] = deque()
         self._runner: asyncio.Task[None] | None = None
@@ -159,6 +164,7 @@ class TurnQueue:
             return None
 
     async def _encoded(self, operation: Operation[Any], user_code: asyncio.Task[Any] | None) -> Sequence[Submission]:
+        self._next_number = max(self._next_number, 1 + await self._num_before())
         # The user's function may wait for another client of the account, which needs bytes itself: so nothing that
         # has to wait for the function may hold any.
         if user_code is not None and not user_code.done():
