@@ -14,7 +14,7 @@ def run(code: str) -> str:
 
 
 def test_the_official_package_is_installed_here_so_that_these_tests_mean_something() -> None:
-    assert version("tinker") == "0.36.0"
+    assert version("tinker") == "0.38.0"
 
 
 def test_the_import_paths_of_real_code_lead_here() -> None:

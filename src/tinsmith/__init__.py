@@ -34,9 +34,11 @@ if TYPE_CHECKING:
     from tinsmith.client.rest import ExperimentalWarning as ExperimentalWarning
     from tinsmith.client.rest import RestClient as RestClient
     from tinsmith.client.retry import RetryConfig as RetryConfig
+    from tinsmith.client.sampling import BackcompatSamplingClientFuture as BackcompatSamplingClientFuture
     from tinsmith.client.sampling import SamplingClient as SamplingClient
     from tinsmith.client.service import ServiceClient as ServiceClient
     from tinsmith.client.tokenizers import get_tokenizer as get_tokenizer
+    from tinsmith.client.training import BackcompatTrainingClientFuture as BackcompatTrainingClientFuture
     from tinsmith.client.training import TrainingClient as TrainingClient
     from tinsmith.errors import *  # noqa: F403
     from tinsmith.text.chat_template import apply_chat_template as apply_chat_template
@@ -55,10 +57,10 @@ _HOMES = {
     "tinsmith.client.options": ("RequestOptions", "Timeout"),
     "tinsmith.client.rest": ("ExperimentalWarning", "RestClient"),
     "tinsmith.client.retry": ("RetryConfig",),
-    "tinsmith.client.sampling": ("SamplingClient",),
+    "tinsmith.client.sampling": ("BackcompatSamplingClientFuture", "SamplingClient"),
     "tinsmith.client.service": ("ServiceClient",),
     "tinsmith.client.tokenizers": ("get_tokenizer",),
-    "tinsmith.client.training": ("TrainingClient",),
+    "tinsmith.client.training": ("BackcompatTrainingClientFuture", "TrainingClient"),
     "tinsmith.errors": (
         "APIConnectionError",
         "APIError",

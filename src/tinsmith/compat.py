@@ -26,6 +26,8 @@ _NAMES: dict[str, str | dict[str, str]] = {
         "APIFuture": "tinsmith.client.futures",
         "AdminClient": "tinsmith.client.admin",
         "AwaitableConcurrentFuture": "tinsmith.client.futures",
+        "BackcompatSamplingClientFuture": "tinsmith.client.sampling",
+        "BackcompatTrainingClientFuture": "tinsmith.client.training",
         "LossHandle": "tinsmith.client.loss_graph",
         "PerDatumLossFn": "tinsmith.client.loss_graph",
         "RestClient": "tinsmith.client.rest",

@@ -41,8 +41,13 @@ def service(tinker: Any, url: str, **options: Any) -> Any:
     return tinker.ServiceClient(base_url=url, api_key=KEY, **options)
 
 
+def ready(client: Any) -> Any:
+    """Waited for; official releases before 0.38 return a client only when it is ready."""
+    return client.result() if hasattr(client, "result") else client
+
+
 def trainer(client: Any) -> Any:
-    return client.create_lora_training_client(MODEL, rank=8, seed=1)
+    return ready(client.create_lora_training_client(MODEL, rank=8, seed=1))
 
 
 def datum(tinker: Any, first: int = 1, length: int = 4) -> Any:
@@ -182,7 +187,7 @@ def every_tensor(tinker: Any, url: str) -> Any:
 @script
 def dimuon(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
-        training = client.create_lora_training_client(MODEL, rank=8, optimizer=tinker.DimuonOptimizerConfig())
+        training = ready(client.create_lora_training_client(MODEL, rank=8, optimizer=tinker.DimuonOptimizerConfig()))
         step = training.optim_step(tinker.DimuonParams(learning_rate=0.02))
         return [plain(step.result()), plain(training.get_info())]
 
@@ -202,7 +207,7 @@ def images_and_audio(tinker: Any, url: str) -> Any:
     prompt = tinker.ModelInput(chunks=[*chunks, pointer])
     with service(tinker, url) as client:
         trained = trainer(client).forward_backward([one], "cross_entropy").result()
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         response = sampling.sample(prompt, 1, tinker.SamplingParams(max_tokens=2)).result()
         return [loss_output(trained), sampled(response)]
 
@@ -211,7 +216,7 @@ def images_and_audio(tinker: Any, url: str) -> Any:
 def provenance(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
         training = trainer(client)
-        sampling = training.save_weights_and_get_sampling_client(record_stability_info=True)
+        sampling = ready(training.save_weights_and_get_sampling_client(record_stability_info=True))
         sequence = sampling.sample(text(tinker), 1, tinker.SamplingParams(max_tokens=3)).result().sequences[0]
         spans = [
             tinker.PromptProvenanceSpan(sequence_id=sequence.sequence_id, length=3),
@@ -219,6 +224,58 @@ def provenance(tinker: Any, url: str) -> Any:
         ]
         one = datum(tinker, 5, 5).with_provenance(model_input=spans, loss_fn_inputs=spans)
         return loss_output(training.forward_backward([one], "cross_entropy").result())
+
+
+@script
+def clients_used_at_once(tinker: Any, url: str) -> Any:
+    """Nobody waits for a client before it is used."""
+    with service(tinker, url) as client:
+        training = client.create_lora_training_client(MODEL, rank=8, seed=1)
+        forward = training.forward_backward([datum(tinker)], "cross_entropy")
+        optim = training.optim_step(tinker.AdamParams())
+        results = [loss_output(forward.result()), plain(optim.result()), plain(training.get_info())]
+        sampling = training.save_weights_and_get_sampling_client()
+        response = sampling.sample(text(tinker), 1, tinker.SamplingParams(max_tokens=2)).result()
+        return [*results, sampled(response), sampling.get_base_model()]
+
+
+@async_script
+async def clients_awaited(tinker: Any, url: str) -> Any:
+    client = service(tinker, url)
+    training = await client.create_lora_training_client(MODEL, rank=8, seed=1)
+    forward = training.forward_backward([datum(tinker)], "cross_entropy")
+    optim = training.optim_step(tinker.AdamParams())
+    results = [loss_output(await forward), plain(await optim), plain(training.get_info())]
+    sampling = await training.save_weights_and_get_sampling_client()
+    response = await sampling.sample(text(tinker), 1, tinker.SamplingParams(max_tokens=2))
+    logprobs = await asyncio.create_task(sampling.compute_logprobs(text(tinker)).coroutine())
+    again = await client.create_sampling_client(base_model=MODEL).coroutine()
+    names = [sampling.get_base_model(), again.get_base_model()]
+    await client.close("success")
+    return [*results, sampled(response), logprobs, names]
+
+
+@script
+def clients_as_futures(tinker: Any, url: str) -> Any:
+    with service(tinker, url) as client:
+        futures = [client.create_lora_training_client(MODEL, rank=8, seed=1).future()]
+        training = futures[0].result(timeout=30)
+        path = training.save_weights_for_sampler("named").result().path
+        for create in (client.create_sampling_client, training.create_sampling_client):
+            futures.append(create(path).future())
+            futures[-1].result(timeout=30)
+        nobodys = client.create_sampling_client(model_path="tinker://nobody/sampler_weights/x")
+        is_done = [future.done() for future in futures]
+        return [is_done, isinstance(training, tinker.TrainingClient), raised(tinker, nobodys.result)]
+
+
+@script
+def inflight_sampler(tinker: Any, url: str) -> Any:
+    with service(tinker, url) as client:
+        training = trainer(client)
+        samplers = [ready(training.save_weights_and_get_sampling_client(kind="inflight")) for _ in range(2)]
+        params = tinker.SamplingParams(max_tokens=2, temperature=0.0)
+        return [sampled(one.sample(text(tinker), 1, params).result()) for one in samplers]
 
 
 # Custom losses
@@ -297,16 +354,15 @@ def _resumed(tinker: Any, training: Any) -> Any:
 
 @script
 def resume_from_state(tinker: Any, url: str) -> Any:
-    """Through lookup, creation and load; or, as the server's flag says, in one request."""
     with service(tinker, url) as client:
-        first = client.create_lora_training_client(MODEL, rank=16, train_mlp=False)
+        first = ready(client.create_lora_training_client(MODEL, rank=16, train_mlp=False))
         first.forward_backward([datum(tinker)], "cross_entropy").result()
         first.optim_step(tinker.AdamParams()).result()
         path = first.save_state("state").result().path
         metadata = {"parent": "first"}
-        fresh = client.create_training_client_from_state(path, user_metadata=metadata)
-        whole = client.create_training_client_from_state_with_optimizer(path)
-        foreign = client.create_training_client_from_state(path, weights_access_token="tml-other")
+        fresh = ready(client.create_training_client_from_state(path, user_metadata=metadata))
+        whole = ready(client.create_training_client_from_state_with_optimizer(path))
+        foreign = ready(client.create_training_client_from_state(path, weights_access_token="tml-other"))
         return [_resumed(tinker, one) for one in (fresh, whole, foreign)]
 
 
@@ -341,7 +397,7 @@ def ephemeral_sampler(tinker: Any, url: str) -> Any:
         training = trainer(client)
         responses = []
         for _ in range(2):
-            sampling = training.save_weights_and_get_sampling_client()
+            sampling = ready(training.save_weights_and_get_sampling_client())
             responses.append(sampling.sample(text(tinker), 2, tinker.SamplingParams(max_tokens=3)).result())
             training.optim_step(tinker.AdamParams()).result()
         return [[sampled(response) for response in responses], sampling.get_base_model()]
@@ -352,19 +408,19 @@ def samplers_from_paths(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
         training = trainer(client)
         path = training.save_weights_for_sampler("named").result().path
-        made = [
-            client.create_sampling_client(base_model=MODEL),
-            client.create_sampling_client(model_path=path),
-            training.create_sampling_client(path),
+        makers: list[Callable[[], Any]] = [
+            lambda: client.create_sampling_client(base_model=MODEL),
+            lambda: client.create_sampling_client(model_path=path),
+            lambda: training.create_sampling_client(path),
         ]
         params = tinker.SamplingParams(max_tokens=2)
-        return [[sampled(one.sample(text(tinker), 1, params).result()), one.get_base_model()] for one in made]
+        return [[sampled(make().sample(text(tinker), 1, params).result()), make().get_base_model()] for make in makers]
 
 
 @script
 def sampling_options(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         sampling_params = tinker.SamplingParams
         params = [
             sampling_params(),
@@ -408,7 +464,7 @@ async def async_sampling(tinker: Any, url: str) -> Any:
 @script
 def compute_logprobs(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         whole = sampling.compute_logprobs(text(tinker, 3, 1, 4, 1, 5)).result()
         return [whole, sampling.compute_logprobs(text(tinker, 3, 1, 4), prompt_logprobs_last_n=1).result()]
 
@@ -417,7 +473,7 @@ def compute_logprobs(tinker: Any, url: str) -> Any:
 def many_samples(tinker: Any, url: str) -> Any:
     """All at once, through whichever poller the server's flags choose."""
     with service(tinker, url) as client:
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         params = tinker.SamplingParams(max_tokens=2)
         futures = [sampling.sample(text(tinker, 1, number), 1, params) for number in range(20)]
         return [future.result().sequences[0].tokens for future in futures]
@@ -429,7 +485,7 @@ def copies_of_a_sampler(tinker: Any, url: str) -> Any:
     os.environ["TINKER_API_KEY"] = KEY
     try:
         with service(tinker, url) as client:
-            sampling = client.create_sampling_client(base_model=MODEL)
+            sampling = ready(client.create_sampling_client(base_model=MODEL))
             params = tinker.SamplingParams(max_tokens=2)
             copies = [sampling, pickle.loads(pickle.dumps(sampling))]
             copies.append(tinker.SamplingClient.from_sampler_handle(sampling.get_sampler_handle()))
@@ -444,7 +500,7 @@ def copies_of_a_sampler(tinker: Any, url: str) -> Any:
 @script
 def cancelled_sample(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         future = sampling.sample(text(tinker), 1, tinker.SamplingParams(max_tokens=2))
         arrived(url, "/api/v1/retrieve_future")
         cancelled = future.cancel()
@@ -468,11 +524,11 @@ def arrived(url: str, path: str) -> None:
 @script
 def rest_calls(tinker: Any, url: str) -> Any:
     with service(tinker, url, user_metadata={"team": "compat"}, display_name="first") as client:
-        training = client.create_lora_training_client(MODEL, rank=8, user_metadata={"k": "v"})
+        training = ready(client.create_lora_training_client(MODEL, rank=8, user_metadata={"k": "v"}))
         state = training.save_state("state").result().path
         sampler = training.save_weights_for_sampler("sampler").result().path
         external = training.save_weights_external("out").result().path
-        sampling = client.create_sampling_client(model_path=sampler)
+        sampling = ready(client.create_sampling_client(model_path=sampler))
         sampling.get_base_model()
     rest = tinker.RestClient(base_url=url, api_key=KEY)
     run_id = rest.list_training_runs().result().training_runs[0].training_run_id
@@ -592,9 +648,9 @@ def session_options(tinker: Any, url: str) -> Any:
     try:
         options = {"user_metadata": {"a": "b"}, "display_name": "named", "default_headers_overrides": {"X-Extra": "1"}}
         with service(tinker, url, **options) as client:
-            client.create_sampling_client(base_model=MODEL).get_base_model()
+            ready(client.create_sampling_client(base_model=MODEL))
         with service(tinker, url, project_id="project-arg") as client:
-            client.create_sampling_client(base_model=MODEL).get_base_model()
+            ready(client.create_sampling_client(base_model=MODEL))
     finally:
         del os.environ["TINKER_TAGS"], os.environ["TINKER_PROJECT_ID"]
 
@@ -634,7 +690,9 @@ def bad_requests(tinker: Any, url: str) -> Any:
             for _ in range(4)
         ]
         after = training.optim_step(tinker.AdamParams()).result()
-        missing = raised(tinker, lambda: client.create_sampling_client(model_path="tinker://no/sampler_weights/no"))
+        missing = raised(
+            tinker, lambda: ready(client.create_sampling_client(model_path="tinker://no/sampler_weights/no"))
+        )
         gone = raised(tinker, lambda: tinker.RestClient(base_url=url, api_key=KEY).get_training_run("no").result())
         return [refused, plain(after), missing, gone]
 
@@ -654,8 +712,8 @@ def failed_operations(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
         training = trainer(client)
         failed = [raised(tinker, lambda: training.optim_step(tinker.AdamParams()).result()) for _ in range(3)]
-        unknown = raised(tinker, lambda: client.create_lora_training_client("no/such-model"))
-        sampling = client.create_sampling_client(base_model=MODEL)
+        unknown = raised(tinker, lambda: ready(client.create_lora_training_client("no/such-model")))
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         sample = raised(tinker, lambda: sampling.sample(text(tinker), 1, tinker.SamplingParams()).result())
         return [failed, unknown, sample, plain(training.optim_step(tinker.AdamParams()).result())]
 
@@ -665,7 +723,7 @@ def bad_calls(tinker: Any, url: str) -> Any:
     """Mistakes that never reach the server."""
     with service(tinker, url) as client:
         training = trainer(client)
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         params, adam = tinker.SamplingParams(max_tokens=1), tinker.AdamParams()
         floats = tinker.TensorData(data=[1.0], dtype="float32", shape=[1, 1])
         actions: list[Callable[[], Any]] = [
@@ -700,7 +758,7 @@ def pending_results(tinker: Any, url: str) -> Any:
 def large_results(tinker: Any, url: str) -> Any:
     with service(tinker, url) as client:
         output = trainer(client).forward_backward([datum(tinker)], "cross_entropy").result()
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         response = sampling.sample(text(tinker), 1, tinker.SamplingParams(max_tokens=3)).result()
         return [loss_output(output), sampled(response)]
 
@@ -710,7 +768,7 @@ def retried_submissions(tinker: Any, url: str) -> Any:
     """A busy server, a lost promise and an overloaded one: each request gets through in the end."""
     with service(tinker, url) as client:
         step = trainer(client).optim_step(tinker.AdamParams()).result()
-        sampling = client.create_sampling_client(base_model=MODEL)
+        sampling = ready(client.create_sampling_client(base_model=MODEL))
         params = tinker.SamplingParams(max_tokens=2)
         responses = [sampling.sample(text(tinker), 1, params).result() for _ in range(2)]
         return [plain(step), [sampled(response) for response in responses]]

@@ -37,10 +37,6 @@ def test_chunks_make_no_difference_to_what_comes_back(official: RunCase) -> None
     assert len(cut[0]["outputs"]) == 5
 
 
-def test_both_ways_to_resume_lead_to_the_same_model(official: RunCase) -> None:
-    assert official("resume_from_state").result == official("resume_in_one_request").result
-
-
 def test_a_custom_loss_has_the_gradient_of_its_formula(official: RunCase) -> None:
     output, step = official("custom_loss").result
     slopes = [2 * value for one in output["outputs"] for value in one["logprobs"]["data"]]

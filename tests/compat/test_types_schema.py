@@ -23,7 +23,10 @@ _NO_TAG_MISTAKES = "an event carries its own label, so it cannot be mislabelled"
 _DOOR = "a value that no server can use is refused before it is sent"
 _LENIENT = "the official client reads this without its model, so a server may leave it out"
 
+_OLDER_CLIENTS = "a field of older API releases, which clients of these look at"
+
 DELIBERATE = {
+    "ClientConfigResponse.create_model_via_load_weights": _OLDER_CLIENTS,
     "CreateModelRequest.optimizer_config": _KNOWN_FAMILIES,
     "CreateSessionRequest.user_metadata": "no metadata is the natural default",
     "EncodedTextChunk.tokens": _DOOR,

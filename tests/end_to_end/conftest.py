@@ -17,7 +17,8 @@ from tests.end_to_end.serving import ServerProcess
 from tests.support.tiny_tokenizer import byte_level_bpe
 
 SCRIPTS = "tests.end_to_end.scripts"
-OLDEST_CLIENT = "tinker==0.24.1"
+OLDER_CLIENTS = ("tinker==0.24.1", "tinker==0.36.0")
+"""The oldest that we serve, which is the newest that speaks JSON only, and the last before clients were futures."""
 
 RunScript = Callable[[str], Any]
 """Runs the script of this name, or gives back what its one run gave."""
@@ -75,10 +76,10 @@ def either(request: pytest.FixtureRequest) -> RunScript:
     return run
 
 
-@pytest.fixture(scope="session")
-def oldest(server: ServerProcess) -> Iterator[RunScript]:
-    """Runs a script with the oldest official client we serve, the newest that speaks JSON only."""
-    with closing(_runner("tinker", environment(OLDEST_CLIENT))) as runner:
+@pytest.fixture(scope="session", params=OLDER_CLIENTS)
+def older(request: pytest.FixtureRequest, server: ServerProcess) -> Iterator[RunScript]:
+    """Runs a script with an older official client, once."""
+    with closing(_runner("tinker", environment(request.param))) as runner:
         yield cache(lambda name: runner.run(name, server.url))
 
 

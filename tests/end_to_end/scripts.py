@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.compat.plain import failure, loss_output, plain, sampled
-from tests.compat.scripts import KEY, MODEL, SCRIPTS, deprecated, raised, script, text, trainer
+from tests.compat.scripts import KEY, MODEL, SCRIPTS, deprecated, raised, ready, script, text, trainer
 from tests.end_to_end.serving import OTHER_KEY
 from tests.support.tiny_tokenizer import byte_level_bpe
 
@@ -397,8 +397,8 @@ def strangers(tinker: Any, url: str) -> Any:
                 lambda: rest.set_checkpoint_ttl_from_tinker_path(saved, 7200).result(),
                 lambda: rest.delete_checkpoint_from_tinker_path(saved).result(),
                 lambda: rest.get_session(run.split(":")[0]).result(),
-                lambda: theirs.create_training_client_from_state(saved),
-                lambda: theirs.create_sampling_client(model_path=weights),
+                lambda: ready(theirs.create_training_client_from_state(saved)),
+                lambda: ready(theirs.create_sampling_client(model_path=weights)),
             ]
             return [_outcome(tinker, action) for action in actions]
 

@@ -111,8 +111,10 @@ def fail(visit: Visit) -> None:
         inputs = {"target_tokens": [1, _TOO_LARGE], "weights": [1.0, 1.0]}
         bad = visit.tinker.Datum(model_input=visit.tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs=inputs)
         visit.failure(lambda: model.forward_backward([bad], "cross_entropy").result(timeout=PATIENCE))
-        visit.failure(lambda: client.create_sampling_client(model_path="tinker://nobody:train:0/weights/nothing"))
-        visit.failure(lambda: client.create_lora_training_client("no/model", rank=4))
+        visit.failure(
+            lambda: client.create_sampling_client(model_path="tinker://nobody:train:0/weights/nothing").result()
+        )
+        visit.failure(lambda: client.create_lora_training_client("no/model", rank=4).result())
         visit.failure(lambda: model.load_state("tinker://nobody:train:0/weights/nothing").result(timeout=PATIENCE))
 
 

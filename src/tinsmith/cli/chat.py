@@ -239,7 +239,7 @@ def _first(server: Server, models: dict[str, SupportedModel]) -> str:
 
 
 def _of_model(server: Server, name: str) -> SamplingClient:
-    return server.service.create_sampling_client(base_model=name)
+    return server.service.create_sampling_client(base_model=name).result()
 
 
 def _of_checkpoint(server: Server, path: str) -> SamplingClient:
@@ -247,10 +247,10 @@ def _of_checkpoint(server: Server, path: str) -> SamplingClient:
 
     kind = ParsedCheckpointTinkerPath.from_tinker_path(path).checkpoint_type
     if kind == "sampler":
-        return server.service.create_sampling_client(model_path=path)
+        return server.service.create_sampling_client(model_path=path).result()
     if kind == "training":
         note(f"{path} is a training checkpoint; it is loaded into a new run to be sampled.")
-        return server.service.create_training_client_from_state(path).save_weights_and_get_sampling_client()
+        return server.service.create_training_client_from_state(path).save_weights_and_get_sampling_client().result()
     raise CommandFailed(
         f"{path} is an export, which is there to be downloaded.",
         remedy="Name sampler weights (.../sampler_weights/...) or a training checkpoint (.../weights/...) of its run: "

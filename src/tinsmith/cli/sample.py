@@ -90,8 +90,8 @@ def _without_end(tokenizer: Tokenizer, sequence: SampledSequence) -> Sequence[in
 
 def _sampler(server: Server, model: str | None, checkpoint: str | None) -> SamplingClient:
     if checkpoint:
-        return server.service.create_sampling_client(model_path=checkpoint)
-    return server.service.create_sampling_client(base_model=model or _only_model(server))
+        return server.service.create_sampling_client(model_path=checkpoint).result()
+    return server.service.create_sampling_client(base_model=model or _only_model(server)).result()
 
 
 def _only_model(server: Server) -> str:

@@ -125,12 +125,10 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: Mapping[str, str] | None = None,
         optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
     ) -> TrainingClient:
         return await self.create_lora_training_client(
             base_model, rank, seed, train_mlp, train_attn, train_unembed, user_metadata, optimizer
-        ).result_async(timeout)
+        )
 
     def create_training_client_from_state(
         self,
@@ -150,11 +148,8 @@ class ServiceClient:
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
         optimizer: OptimizerConfig | None = None,
-        *,
-        timeout: float | None = None,
     ) -> TrainingClient:
-        client = self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
-        return await client.result_async(timeout)
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, optimizer, False)
 
     def create_training_client_from_state_with_optimizer(
         self,
@@ -172,11 +167,8 @@ class ServiceClient:
         base_model: str | None = None,
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
-        *,
-        timeout: float | None = None,
     ) -> TrainingClient:
-        client = self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
-        return await client.result_async(timeout)
+        return await self._from_state(path, base_model, user_metadata, weights_access_token, None, True)
 
     # Sampling clients. They too can be used at once.
 
@@ -202,11 +194,8 @@ class ServiceClient:
         base_model: str | None = None,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
     ) -> SamplingClient:
-        client = self.create_sampling_client(model_path, base_model, retry_config, record_stability_info)
-        return await client.result_async(timeout)
+        return await self.create_sampling_client(model_path, base_model, retry_config, record_stability_info)
 
     # Custom losses
 

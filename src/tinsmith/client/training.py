@@ -365,11 +365,8 @@ class TrainingClient(InTheMaking[_Known]):
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
         kind: SamplingClientKind = "snapshot",
-        *,
-        timeout: float | None = None,
     ) -> SamplingClient:
-        sampler = self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
-        return await sampler.result_async(timeout)
+        return await self.save_weights_and_get_sampling_client(name, retry_config, record_stability_info, kind)
 
     def create_sampling_client(
         self, model_path: str, retry_config: RetryConfig | None = None, record_stability_info: bool = False
@@ -387,10 +384,8 @@ class TrainingClient(InTheMaking[_Known]):
         model_path: str,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
-        *,
-        timeout: float | None = None,
     ) -> SamplingClient:
-        return await self.create_sampling_client(model_path, retry_config, record_stability_info).result_async(timeout)
+        return await self.create_sampling_client(model_path, retry_config, record_stability_info)
 
     # Information
 

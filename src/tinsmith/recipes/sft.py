@@ -73,10 +73,12 @@ def _trainer(service: ServiceClient, settings: Settings, state: RunState, listen
     if state.state_path is None:
         return service.create_lora_training_client(
             settings.model, rank=settings.rank, seed=settings.seed, user_metadata=metadata
-        )
+        ).result()
     listener.tell(f"Going on after step {state.step}, from {state.state_path}.")
     try:
-        return service.create_training_client_from_state_with_optimizer(state.state_path, user_metadata=metadata)
+        return service.create_training_client_from_state_with_optimizer(
+            state.state_path, user_metadata=metadata
+        ).result()
     except (NotFoundError, RequestFailedError) as error:
         raise InvalidInputError(
             f"The run cannot go on from {state.state_path}: {error} Check that the server and the key are those of the "

@@ -1,4 +1,4 @@
-"""The oldest official client we serve, 0.24.1, the newest that speaks JSON only, in an environment of its own."""
+"""Older official clients, each in an environment of its own: 0.24.1, which speaks JSON only, and 0.36.0."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SAME_AS_NEW = (
 
 
 @pytest.mark.parametrize("script", SAME_AS_NEW)
-def test_the_oldest_client_gets_what_the_newest_gets(oldest: RunScript, official: RunScript, script: str) -> None:
-    assert differences(official(script), oldest(script)) == []
+def test_an_older_client_gets_what_the_newest_gets(older: RunScript, official: RunScript, script: str) -> None:
+    assert differences(official(script), older(script)) == []
 
 
-def test_it_resumes_a_run(oldest: RunScript) -> None:
-    (uninterrupted, resumed, _), _ = oldest("resumed_and_uninterrupted")
+def test_it_resumes_a_run(older: RunScript) -> None:
+    (uninterrupted, resumed, _), _ = older("resumed_and_uninterrupted")
     assert resumed == uninterrupted
 
 
-def test_it_sees_nothing_of_others(oldest: RunScript) -> None:
-    results = oldest("strangers")
+def test_it_sees_nothing_of_others(older: RunScript) -> None:
+    results = older("strangers")
     assert results["real"] == results["made up"]
     assert not results["listed"]
