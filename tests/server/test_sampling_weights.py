@@ -44,6 +44,7 @@ def sampler(number: int, **source: Any) -> Sampler:
         owner="ann",
         base_model="tiny",
         created=datetime(2030, 1, 1, tzinfo=UTC),
+        inflight=False,
         removed=None,
         session_state="active",
         **made,

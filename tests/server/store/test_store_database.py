@@ -55,6 +55,10 @@ _JOB_OF_0001 = (
     """,
     "INSERT INTO streams (stream, frontier, highest, last_request) VALUES ('m', 5, 4, 0)",
     "INSERT INTO payloads (request_id, data) VALUES ('m:4', '')",
+    """
+    INSERT INTO samplers (sampler_id, session_id, owner, base_model, model_id, model_seq_id, created)
+    VALUES ('s:sample:0', 's', 'ann', 'tiny', 'm', 3, 0)
+    """,
 )
 
 
@@ -69,6 +73,9 @@ def test_a_database_of_an_earlier_release_keeps_what_it_holds(empty: str) -> Non
     assert store.jobs.requeue("tiny", max_attempts=1, error="") == []
     (job,) = store.jobs.claim("tiny", "w", train=10)
     assert (job.seq_id, job.attempts, job.samples) == (4, 0, 1)
+    sampler = store.samplers.get("s:sample:0", "ann")
+    assert sampler is not None
+    assert not sampler.inflight
     store.close()
 
 
@@ -232,6 +239,18 @@ def test_neither_claiming_nor_waiting_reads_the_whole_queue(tmp_path: Path) -> N
             plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
             assert not [row.detail for row in plan if row.detail.startswith(("SCAN jobs", "SCAN streams"))]
     assert len(queries) > 5
+    store.close()
+
+
+def test_the_newest_weights_of_a_model_are_found_without_a_look_at_those_of_others(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/tinsmith.db")
+    seen = statements(store)
+    store.samplers.published("m", "ann")
+    ((statement, values),) = [each for each in seen if each[0].startswith("SELECT")]
+    with store._database.engine.connect() as connection:
+        plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values).all()
+    assert "USING INDEX samplers_published (model_id=?)" in plan[0].detail
+    assert not [row for row in plan if "ORDER BY" in row.detail]
     store.close()
 
 

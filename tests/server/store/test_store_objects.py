@@ -474,6 +474,85 @@ def test_a_sampler_that_follows_a_model_has_no_copied_weights_to_give_up(store: 
     assert found.removed is None, "its client would be refused for as long as it goes on asking"
 
 
+def published(store: Store, session_id: str, number: int, **changes: object) -> str:
+    """An inflight sampler with the weights of a model after operation `number`."""
+    sampler = NewSampler(
+        session_id=session_id,
+        sampling_session_seq_id=number,
+        owner="ann",
+        base_model="tiny",
+        model_id=MODEL,
+        model_seq_id=number,
+        inflight=True,
+    )
+    return store.samplers.create(msgspec.structs.replace(sampler, **changes)).sampler_id
+
+
+def source(store: Store, sampler_id: str, owner: str = "ann") -> str:
+    sampler = store.samplers.get(sampler_id, owner)
+    assert sampler is not None
+    return store.samplers.source(sampler).sampler_id
+
+
+def test_an_inflight_sampler_draws_with_the_newest_weights_that_were_published_for_its_model(store: Store) -> None:
+    first, second = published(store, "s", 3), published(store, "s", 5)
+    other = published(store, "s", 7, model_id="other")
+    snapshot = published(store, "s", 9, inflight=False)
+    assert [source(store, each) for each in (first, second, other, snapshot)] == [second, second, other, snapshot]
+    newest = published(store, "s", 11)
+    assert [source(store, each) for each in (first, second, other, snapshot)] == [newest, newest, other, snapshot]
+
+
+def test_an_inflight_sampler_draws_with_nothing_of_another_owner(store: Store) -> None:
+    of_ann, of_bob = published(store, "s", 3), published(store, "t", 5, owner="bob")
+    assert source(store, of_ann) == of_ann
+    assert source(store, of_bob, "bob") == of_bob
+    assert store.samplers.published(MODEL, "carol") is None
+
+
+def test_an_inflight_sampler_that_is_made_again_is_the_first(store: Store) -> None:
+    first = published(store, "s", 3)
+    assert published(store, "s", 3) == first
+    assert source(store, first) == first
+
+
+def test_published_weights_stay_while_an_older_sampler_may_draw_with_them(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    used, unused, newest = (published(store, session_id, number) for number in (1, 2, 3))
+    clock.pass_(HOUR)
+    since = clock()
+    store.jobs.enqueue(sample(0, sampler_id=used), outcome=DONE)
+    assert store.samplers.remove_copies(since, most=9, unused_since=since) == [unused]
+    assert source(store, used) == newest
+    assert store.samplers.kept([used, unused, newest]) == {newest}, "nobody asks for the weights of the older ones"
+    clock.pass_(HOUR)
+    since = clock()
+    assert store.samplers.remove_copies(since, most=9, unused_since=since) == [used]
+    assert store.samplers.remove_copies(since, most=9, unused_since=since) == [newest]
+
+
+def test_published_weights_outlive_their_session_until_the_last_sample_is_drawn(store: Store) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    asked, newest = published(store, session_id, 1), published(store, session_id, 2)
+    store.jobs.enqueue(sample(0, sampler_id=asked))
+    store.sessions.finish(session_id, "ann", "success")
+    long_ago = datetime(2000, 1, 1, tzinfo=UTC)
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == []
+    assert store.samplers.kept([newest]) == {newest}
+    store.jobs.cancel(f"{asked}:0", "ann")
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == [asked]
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == [newest]
+
+
+def test_inflight_samplers_without_weights_of_their_own_push_no_weights_out(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    snapshot, *older, newest = (published(store, session_id, number, inflight=number > 0) for number in range(6))
+    clock.pass_(HOUR)
+    assert store.samplers.remove_copies(clock() - 9 * HOUR, most=4, unused_since=clock()) == []
+    assert sorted(store.samplers.remove_copies(clock() - 9 * HOUR, most=2, unused_since=clock())) == older[:2]
+    assert store.samplers.kept([snapshot, newest]) == {snapshot, newest}
+
+
 def test_every_clone_gets_its_own_number(store: Store) -> None:
     new = NewSampler(session_id="s", sampling_session_seq_id=0, owner="ann", base_model="tiny")
     sampler_id = store.samplers.create(new).sampler_id

@@ -443,6 +443,9 @@ class NewSampler(Record):
     model_seq_id: int | None = None
     """The operation of `model_id` after which the weights were copied; `None` for a sampler that follows the model."""
 
+    inflight: bool = False
+    """Whether it draws with the newest weights that were copied for such a sampler of the model."""
+
 
 class Sampler(Record):
     """A sampling session."""
@@ -455,6 +458,7 @@ class Sampler(Record):
     saved_by: str | None
     model_id: str | None
     model_seq_id: int | None
+    inflight: bool
     created: datetime
     removed: datetime | None
     """Since when its weights are not kept any more; only for those copied from a model."""

@@ -20,6 +20,16 @@ _AT_ONCE = 1000  # names in one query; databases have a limit
 _KEPT_COPY = sa.and_(
     samplers.c.model_id.is_not(None), samplers.c.model_seq_id.is_not(None), samplers.c.removed.is_(None)
 )
+# Of the inflight samplers of a model, all draw with the weights of the newest: nobody asks for the others' any more.
+_mates = samplers.alias("mates")
+_OF_SAME_MODEL = sa.select(_mates.c.sampler_id).where(_mates.c.inflight, _mates.c.model_id == samplers.c.model_id)
+_IS_SUPERSEDED = sa.and_(
+    samplers.c.inflight, _OF_SAME_MODEL.where(_mates.c.model_seq_id > samplers.c.model_seq_id).exists()
+)
+_HAS_ELDERS = sa.and_(
+    samplers.c.inflight,
+    _OF_SAME_MODEL.where(_mates.c.model_seq_id < samplers.c.model_seq_id, _mates.c.removed.is_(None)).exists(),
+)
 
 
 class Samplers:
@@ -38,6 +48,7 @@ class Samplers:
             "saved_by": sampler.saved_by,
             "model_id": sampler.model_id,
             "model_seq_id": sampler.model_seq_id,
+            "inflight": sampler.inflight,
             "created": self._database.now(),
         }
 
@@ -50,6 +61,17 @@ class Samplers:
     def get(self, sampler_id: str, owner: str) -> Sampler | None:
         query = _SAMPLERS.where(samplers.c.sampler_id == sampler_id, samplers.c.owner == owner)
         return self._database.first(query, _sampler)
+
+    def published(self, model_id: str, owner: str) -> Sampler | None:
+        """The inflight sampler with the weights that all of this model draw with, if there is one: the newest."""
+        query = _SAMPLERS.where(samplers.c.inflight, samplers.c.model_id == model_id, samplers.c.owner == owner)
+        return self._database.first(query.order_by(samplers.c.model_seq_id.desc()).limit(1), _sampler)
+
+    def source(self, sampler: Sampler) -> Sampler:
+        """The sampler whose weights this one draws with: itself, unless it is inflight."""
+        if not sampler.inflight or sampler.model_id is None:
+            return sampler
+        return self.published(sampler.model_id, sampler.owner) or sampler
 
     def join(self, sampler_id: str, owner: str) -> int | None:
         """A number for one more clone of the client, 1 or more and never given twice; `None` without such a sampler."""
@@ -65,14 +87,15 @@ class Samplers:
         """Give up weights that were copied from a model: those of ended sessions, those idle for too long, and of the
         others those that an owner used longest ago, if they are more than `most` and nobody has used them lately.
 
-        One that still has to answer somebody stays.
+        One that still has to answer somebody stays. So do weights that an older inflight sampler draws with. Those that
+        draw with a newer one's have none of their own, and are counted apart.
         """
         in_use = sa.select(jobs.c.request_id).where(jobs.c.stream == samplers.c.sampler_id, jobs.c.finished.is_(None))
         ended = sa.select(sessions.c.session_id).where(
             sessions.c.session_id == samplers.c.session_id, sessions.c.state != "active"
         )
         used = sa.func.coalesce(streams.c.last_request, samplers.c.created)
-        place = sa.func.row_number().over(partition_by=samplers.c.owner, order_by=used.desc())
+        place = sa.func.row_number().over(partition_by=[samplers.c.owner, _IS_SUPERSEDED], order_by=used.desc())
         copies = (
             sa.select(samplers.c.sampler_id, used.label("used"), place.label("place"))
             .select_from(samplers.outerjoin(streams, streams.c.stream == samplers.c.sampler_id))
@@ -81,9 +104,10 @@ class Samplers:
         )
         too_old = sa.or_(copies.c.used < idle_since, sa.and_(copies.c.place > most, copies.c.used < unused_since))
         unwanted = samplers.c.sampler_id.in_(sa.select(copies.c.sampler_id).where(too_old))
+        is_drawn_with = sa.and_(_HAS_ELDERS, sa.not_(_IS_SUPERSEDED))
         update = (
             sa.update(samplers)
-            .where(_KEPT_COPY, sa.or_(ended.exists(), unwanted), sa.not_(in_use.exists()))
+            .where(_KEPT_COPY, sa.or_(ended.exists(), unwanted), sa.not_(in_use.exists()), sa.not_(is_drawn_with))
             .values(removed=self._database.now())
             .returning(samplers.c.sampler_id)
         )
@@ -101,7 +125,7 @@ class Samplers:
         names, found = list(sampler_ids), set[str]()
         for start in range(0, len(names), _AT_ONCE):
             some = samplers.c.sampler_id.in_(names[start : start + _AT_ONCE])
-            query = sa.select(samplers.c.sampler_id).where(some, _KEPT_COPY)
+            query = sa.select(samplers.c.sampler_id).where(some, _KEPT_COPY, sa.not_(_IS_SUPERSEDED))
             found.update(self._database.all(query, lambda row: row.sampler_id))
         return found
 

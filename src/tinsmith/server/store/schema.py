@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import sqlalchemy as sa
 
-REVISION = "0008"
+REVISION = "0009"
 """The newest migration. A database that has it is ready as it is."""
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -125,7 +125,14 @@ samplers = sa.Table(
     sa.Column("created", UtcTime, nullable=False),
     sa.Column("removed", UtcTime),  # since then its weights, copied from a model, are not kept any more
     sa.Column("saved_by", sa.Text),  # the job that wrote the checkpoint it samples from
+    sa.Column("inflight", sa.Boolean, nullable=False, server_default=sa.false()),  # draws with the newest of its model
     sa.Index("samplers_by_age", "created", sqlite_where=_COPIED, postgresql_where=_COPIED),
+    sa.Index(
+        "samplers_published",
+        *("model_id", "model_seq_id"),
+        sqlite_where=sa.text("inflight = 1"),
+        postgresql_where=sa.text("inflight"),
+    ),
 )
 
 losses = sa.Table(
