@@ -349,6 +349,93 @@ def test_only_new_samplers_wait_for_weights_that_nobody_has_asked_for(
     assert patience == {new: weights_sources.ON_THEIR_WAY_SECONDS, old: 0.0, follower: 0.0}
 
 
+# --- inflight samplers ---
+
+
+def logprobs(bench: Workbench, request_id: str) -> list[float]:
+    found = proto.decode_sample_response(bench.result(request_id)).sequences[0].logprobs
+    assert found is not None
+    return list(found)
+
+
+def go_on(bench: Workbench, model: str) -> None:
+    bench.losses([bench.data(model, 6)])
+    bench.result(bench.step(model, 7))
+
+
+@pytest.fixture
+def expected(alone: Workbench) -> list[list[float]]:
+    """What is drawn after the first and after the second part of a training."""
+    with alone.worker():
+        model = trained(alone)
+        samplers = [alone.copied_sampler(model, 5)]
+        go_on(alone, model)
+        samplers.append(alone.copied_sampler(model, 8))
+        return [logprobs(alone, alone.sample(each, 0, max_tokens=8, temperature=0.5)) for each in samplers]
+
+
+def test_replicas_draw_with_what_was_published_last(pair: Pair, expected: list[list[float]]) -> None:
+    with pair.training(), pair.sampling():
+        model = trained(pair.trainer)
+        first = pair.trainer.copied_sampler(model, 5, "inflight")
+        assert logprobs(pair.replica, pair.sample(first, 0)) == pytest.approx(expected[0], abs=1e-5)
+        go_on(pair.trainer, model)
+        assert logprobs(pair.replica, pair.sample(first, 1)) == pytest.approx(expected[0], abs=1e-5)
+        second = pair.trainer.copied_sampler(model, 8, "inflight")
+        for sampler, number in ((first, 2), (second, 0)):
+            assert logprobs(pair.replica, pair.sample(sampler, number)) == pytest.approx(expected[1], abs=1e-5)
+    assert len(pair.put) == 2
+
+
+def test_a_sample_that_waits_in_the_queue_begins_with_what_was_published_meanwhile(
+    pair: Pair, expected: list[list[float]]
+) -> None:
+    with pair.training():
+        model = trained(pair.trainer)
+        job = pair.sample(pair.trainer.copied_sampler(model, 5, "inflight"), 0)
+        go_on(pair.trainer, model)
+        pair.trainer.copied_sampler(model, 8, "inflight")
+        with pair.sampling():
+            assert logprobs(pair.replica, job) == pytest.approx(expected[1], abs=1e-5)
+
+
+def test_who_publishes_faster_than_weights_travel_keeps_no_sample_waiting(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, expected: list[list[float]]
+) -> None:
+    """It wants the weights that were the newest when it was to begin, not those that are the newest now."""
+    pair.is_sent = False
+    with pair.training(), pair.sampling():
+        model = trained(pair.trainer)
+        first = pair.trainer.copied_sampler(model, 5, "inflight")
+        held: list[Future[Any]] = []
+        monkeypatch.setattr(pair, "published", _HeldBack(pair.published, held))
+        waits = pair.sample(first, 0)
+        until_waiting(pair, first)
+        go_on(pair.trainer, model)
+        second = pair.trainer.copied_sampler(model, 8, "inflight")
+        ((answer, real),) = held
+        answer.set_result(real.result(60))
+        assert logprobs(pair.replica, waits) == pytest.approx(expected[0], abs=1e-5)
+        assert [wanted.sampler_id for wanted in pair.asked] == [first]
+        later = pair.sample(first, 1)
+        until(lambda: len(held) == 2)
+        held[1][0].set_result(held[1][1].result(60))
+        assert logprobs(pair.replica, later) == pytest.approx(expected[1], abs=1e-5)
+        assert [wanted.sampler_id for wanted in pair.asked] == [first, second]
+
+
+def test_a_new_trainer_and_nobody_at_all_have_what_was_published_last(pair: Pair, expected: list[list[float]]) -> None:
+    with pair.training():
+        model = trained(pair.trainer)
+        first = pair.trainer.copied_sampler(model, 5, "inflight")
+        go_on(pair.trainer, model)
+        pair.trainer.copied_sampler(model, 8, "inflight")
+    with pair.training(), pair.sampling():
+        assert logprobs(pair.replica, pair.sample(first, 0)) == pytest.approx(expected[1], abs=1e-5)
+    with pair.sampling():
+        assert logprobs(pair.replica, pair.sample(first, 1)) == pytest.approx(expected[1], abs=1e-5)
+
+
 # --- weights that come late, or not at all ---
 
 
@@ -361,12 +448,6 @@ def until(is_so: Callable[[], bool]) -> None:
 
 def until_waiting(pair: Pair, sampler: str) -> None:
     until(lambda: sampler in pair.replica.no_room)
-
-
-def logprobs(bench: Workbench, request_id: str) -> list[float]:
-    found = proto.decode_sample_response(bench.result(request_id)).sequences[0].logprobs
-    assert found is not None
-    return list(found)
 
 
 def test_a_late_answer_is_not_for_samples_that_came_after_it(

@@ -20,7 +20,7 @@ from tinsmith.server.store import Store
 from tinsmith.server.store.records import Done, Failed, JobKind, Lora, NewJob, NewModel, NewSampler, Outcome
 from tinsmith.server.weights_exchange import PublishedWeights, ReceivedWeights
 from tinsmith.server.worker import Worker
-from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput, SampleResponse
+from tinsmith.types import Datum, ForwardBackwardOutput, ModelInput, SampleResponse, SamplingClientKind
 from tinsmith.wire import proto
 
 BASE = "tiny"
@@ -138,14 +138,14 @@ class Workbench:
             for seq_id in seq_ids
         ][::2]
 
-    def copy(self, model_id: str, seq_id: int) -> str:
+    def copy(self, model_id: str, seq_id: int, kind: SamplingClientKind = "snapshot") -> str:
         """A sampler of the model as it is; the job's id."""
-        body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+        body = {"model_id": model_id, "seq_id": seq_id, "sampling_session_seq_id": seq_id, "kind": kind}
         return self.submit("save_weights_for_sampler", model_id, seq_id=seq_id, payload=msgspec.json.encode(body))
 
-    def copied_sampler(self, model_id: str, seq_id: int) -> str:
+    def copied_sampler(self, model_id: str, seq_id: int, kind: SamplingClientKind = "snapshot") -> str:
         """The sampler that such a job makes."""
-        sampler_id: str = msgspec.json.decode(self.result(self.copy(model_id, seq_id)))["sampling_session_id"]
+        sampler_id: str = msgspec.json.decode(self.result(self.copy(model_id, seq_id, kind)))["sampling_session_id"]
         return sampler_id
 
     def save(self, model_id: str, seq_id: int, name: str, *, overwrite: bool = False) -> str:

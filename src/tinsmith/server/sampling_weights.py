@@ -2,7 +2,8 @@
 
 A sampler keeps the weights it was made from, whatever the trainer does next. The least recently used ones leave memory;
 those that no checkpoint holds are written to a file first. A sampler that was made to follow a model has none of its
-own: a sample begins with what the weights are in that moment, and keeps those to its end.
+own: a sample begins with what the weights are in that moment, and keeps those to its end. So it does with an inflight
+sampler, which draws with the newest weights that were published for all such samplers of its model.
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ class SamplingWeights:
         self._add(sampler_id, frozen)
         if self._on_copy is not None:
             self._on_copy(sampler_id, frozen)
+
+    def drop(self, sampler_id: str) -> None:
+        """Weights that nobody begins with any more; samples that have begun with them hold them."""
+        self._frozen.pop(sampler_id, None)
+        self._unsaved.discard(sampler_id)
 
     def get(self, sampler: Sampler, rebuild: Callable[[Sampler], Adapter]) -> FrozenAdapter | None:
         """The weights of a sampler; None for the base model. `rebuild` replays the model it was copied from."""

@@ -339,8 +339,10 @@ class Trainer:
         return 2 * weights if is_encrypted else weights
 
     def _snapshot(self, job: Job, request: SaveWeightsForSamplerRequest) -> str:
-        """A sampler of the weights as they are now, in memory."""
+        """A sampler of the weights as they are now, in memory: all inflight ones of the model, if it is one."""
         frozen = self._adapter(job).frozen_copy()
+        is_inflight = request.kind == "inflight"
+        before = self._store.samplers.published(job.model_id or "", job.owner) if is_inflight else None
         sampler = self._store.samplers.create(
             NewSampler(
                 session_id=job.session_id,
@@ -349,6 +351,7 @@ class Trainer:
                 base_model=self._base_model,
                 model_id=job.model_id,
                 model_seq_id=job.seq_id,
+                inflight=is_inflight,
             )
         )
         if (sampler.model_id, sampler.model_seq_id) != (job.model_id, job.seq_id):
@@ -359,6 +362,8 @@ class Trainer:
                 value=request.sampling_session_seq_id,
             )
         self._weights.keep(sampler.sampler_id, frozen)
+        if before is not None and before.sampler_id != sampler.sampler_id:
+            self._weights.drop(before.sampler_id)
         return sampler.sampler_id
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
@@ -422,7 +427,9 @@ class Trainer:
             return
         sampler_id = ids.sampler_id(job.session_id, request.sampling_session_seq_id or 0)
         sampler = self._store.samplers.get(sampler_id, job.owner)
-        if sampler is not None and sampler.removed is None and sampler_id not in self._weights:
+        if sampler is None or sampler.removed is not None or sampler_id in self._weights:
+            return
+        if self._store.samplers.source(sampler).sampler_id == sampler_id:
             self._weights.keep(sampler_id, adapter.frozen_copy())
 
     def _new_adapter(self, model: Model) -> Adapter:

@@ -91,7 +91,7 @@ class OwnWeights(WeightsSource):
 
     def of(self, sampler: Sampler, request_id: str = "") -> FrozenAdapter | None:
         if sampler.model_id is None or sampler.model_seq_id is not None:
-            return self._weights.get(sampler, self._rebuilt)
+            return self._weights.get(self._store.samplers.source(sampler), self._rebuilt)
         model = followed(self._store, sampler)
         seq_id, adapter = self._live.newest(model)
         return self._weights.newest(model.model_id, seq_id, lambda: adapter().frozen_copy())
@@ -153,19 +153,20 @@ class SentWeights(WeightsSource):
         self._kept: OrderedDict[str, tuple[int, FrozenAdapter]] = OrderedDict()
         self._coming: OrderedDict[str, Future[Answer]] = OrderedDict()
         """Whoever waits for one may be given up, or go to another replica: then it is not fetched."""
-        self._beginnings: OrderedDict[str, int] = OrderedDict()
-        """Of samples that wait: the operation that was the last one when they were to begin."""
+        self._beginnings: OrderedDict[str, tuple[Sampler, WeightsWanted]] = OrderedDict()
+        """Of samples that wait: what they wanted when they were to begin. Before it has come, there may be newer."""
 
     def of(self, sampler: Sampler, request_id: str) -> FrozenAdapter | None:
         if sampler.model_id is None:
             return self._weights.get(sampler, _not_from_a_model)
-        wanted = self._wanted(sampler)
-        if wanted.model_id is not None:  # newer ones may be done before any weights have come
-            wanted = wanted._replace(at_least=self._beginnings.setdefault(request_id, wanted.at_least))
+        if request_id not in self._beginnings:
+            source = self._store.samplers.source(sampler)
+            self._beginnings[request_id] = source, self._wanted(source)
             _bound(self._beginnings, MAX_BEGINNINGS)
+        source, wanted = self._beginnings[request_id]
         kept = self._kept.get(wanted.name)
         if kept is None or kept[0] < wanted.at_least:
-            kept = self._kept[wanted.name] = self._fetched(wanted, sampler)
+            kept = self._kept[wanted.name] = self._fetched(wanted, source)
             _bound(self._kept, MAX_IN_MEMORY)
         self._kept.move_to_end(wanted.name)
         self._beginnings.pop(request_id, None)

@@ -236,6 +236,7 @@ class StandInWorkers:
                 base_model=job.base_model,
                 model_id=job.model_id,
                 model_seq_id=job.seq_id,
+                inflight=asked.get("kind") == "inflight",
             )
         )
         self._policies[sampler.sampler_id] = self._policies[_model(job)]

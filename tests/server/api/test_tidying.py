@@ -221,6 +221,23 @@ def test_files_of_copied_weights_go_with_the_last_who_could_ask_for_them(
     assert refused["category"] == "user"
 
 
+def test_of_weights_that_were_published_the_newest_file_stays_for_all_who_draw_with_it(
+    running: RunningServer, minutes: Minutes, tmp_path: Path
+) -> None:
+    spilled, sampler_ids = SpilledWeights(tmp_path / "samplers"), []
+    model_id = running.model()
+    for number in range(3):
+        body = {"model_id": model_id, "seq_id": 1 + number, "sampling_session_seq_id": number, "kind": "inflight"}
+        sampler_ids.append(running.result(running.post("save_weights_for_sampler", body))["sampling_session_id"])
+        with spilled.writing(sampler_ids[-1]) as file:
+            file.write_bytes(b"weights")
+    minutes.round()
+    assert spilled.sampler_ids() == [sampler_ids[-1]]
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [1]}]}, "sampling_params": {"max_tokens": 1}}
+    drawn = running.result(running.post("asample", {**body, "sampling_session_id": sampler_ids[0], "seq_id": 0}))
+    assert "error" not in drawn
+
+
 def test_files_of_copied_weights_are_bounded_for_each_owner(tmp_path: Path) -> None:
     """Those used within the hour do not count."""
     spilled = SpilledWeights(tmp_path / "samplers")
