@@ -154,6 +154,22 @@ BAD_OPERATIONS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a life too short": ("save_weights", {"path": "a", "ttl_seconds": 3599}, "an hour"),
     "a life too long": ("save_weights", {"path": "a", "ttl_seconds": 400_000_000}, "ten years"),
     "neither name nor session": ("save_weights_for_sampler", {}, "give a name, or a sampling_session_seq_id"),
+    "a name for inflight weights": (
+        "save_weights_for_sampler",
+        {"path": "a", "kind": "inflight", "sampling_session_seq_id": 0},
+        """path is 'a', but weights of kind "inflight" have no name; leave it out""",
+    ),
+    "a life for inflight weights": (
+        "save_weights_for_sampler",
+        {"ttl_seconds": 3600, "kind": "inflight", "sampling_session_seq_id": 0},
+        'ttl_seconds is 3600, but weights of kind "inflight"',
+    ),
+    "inflight weights for nobody": (
+        "save_weights_for_sampler",
+        {"kind": "inflight"},
+        "sampling_session_seq_id is missing or negative",
+    ),
+    "weights of another kind": ("save_weights_for_sampler", {"kind": "live", "sampling_session_seq_id": 0}, "kind"),
     "encryption to no key": (
         "save_weights_external",
         {"path": "a", "age_encryption_recipients": ["age1x"]},

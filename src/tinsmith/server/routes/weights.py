@@ -43,6 +43,7 @@ from tinsmith.types import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from tinsmith.types._brief import brief
 from tinsmith.wire import json
 
 ACCESS_TOKEN_HEADER = "x-tinker-weights-access-token"
@@ -75,6 +76,8 @@ async def _check_sampler_save(
     call: Call, request: SaveWeightsForSamplerRequest, model: Model
 ) -> SaveWeightsForSamplerRequest:
     number = request.sampling_session_seq_id
+    if request.kind == "inflight":
+        _check_inflight(request)
     if request.path is not None:
         check_name(request.path)
         await check_disk(call)
@@ -83,6 +86,25 @@ async def _check_sampler_save(
     check_ttl(request.ttl_seconds)
     text_metadata(request.user_metadata)
     return request
+
+
+def _check_inflight(request: SaveWeightsForSamplerRequest) -> None:
+    if request.path is not None:
+        raise refuse(
+            "path",
+            f'is {brief(request.path)}, but weights of kind "inflight" have no name; leave it out or save a "snapshot"',
+            request.path,
+        )
+    if request.ttl_seconds is not None:
+        raise refuse(
+            "ttl_seconds",
+            f'is {request.ttl_seconds}, but weights of kind "inflight" go when newer ones take their place; leave it '
+            'out, or save a "snapshot"',
+            request.ttl_seconds,
+        )
+    number = request.sampling_session_seq_id
+    if number is None or number < 0:
+        raise refuse("sampling_session_seq_id", 'is missing or negative; weights of kind "inflight" need one', number)
 
 
 async def save_weights_external(call: Call) -> Response:
