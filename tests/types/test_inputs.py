@@ -164,6 +164,8 @@ def test_a_datum_can_be_changed_like_the_dataclass_it_is_elsewhere() -> None:
     assert dataclasses.replace(datum, loss_fn_inputs={"b": [2]}) == Datum(PROMPT, {"b": [2]})
     assert [field.name for field in dataclasses.fields(Datum)][:2] == ["model_input", "loss_fn_inputs"]
     assert not dataclasses.is_dataclass(PROMPT)
+    span = SampledProvenanceSpan(sequence_id="a", offset=2, length=5)
+    assert dataclasses.replace(span, offset=3, length=4) == SampledProvenanceSpan(sequence_id="a", offset=3, length=4)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,10 @@ class _DataclassFields:
         return {field.name: field for field in fields(like)}
 
 
+def pass_for_dataclass(cls: type) -> None:
+    type.__setattr__(cls, "__dataclass_fields__", _DataclassFields())
+
+
 class ModelMeta(msgspec.StructMeta):
     """Makes every type frozen and keyword-only, and turns a bad call into an error that says what is wrong with it."""
 
@@ -57,7 +61,7 @@ class ModelMeta(msgspec.StructMeta):
         cls = super().__new__(mcls, name, bases, namespace, **options)
         cls.positional = not options["kw_only"]
         if cls.positional:
-            type.__setattr__(cls, "__dataclass_fields__", _DataclassFields())
+            pass_for_dataclass(cls)
         return cls
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from msgspec.structs import force_setattr
 from tinsmith.errors import InvalidInputError, InvalidTypeError
 from tinsmith.types._brief import brief
 from tinsmith.types._codecs import Define
-from tinsmith.types._model import Request
+from tinsmith.types._model import Request, pass_for_dataclass
 from tinsmith.types._packing import packed
 from tinsmith.types._token_ids import TokenIds
 from tinsmith.types.tensors import TensorData, TensorDtype, is_torch_tensor, to_wire_array
@@ -154,6 +154,9 @@ class _ProvenanceSpan(Request):
 
     offset: Annotated[int, msgspec.Meta(ge=0)] = 0
     length: Annotated[int, msgspec.Meta(ge=0)]
+
+
+pass_for_dataclass(_ProvenanceSpan)
 
 
 class PromptProvenanceSpan(_ProvenanceSpan):
