@@ -279,6 +279,27 @@ def samplers_keep_their_weights(tinker: Any, url: str) -> Any:
 
 
 @script
+def inflight_samplers(tinker: Any, url: str) -> Any:
+    """What a sampler gives at first, after a step, after a snapshot, and with a newer one after publishing again."""
+    with opened(tinker, url) as client:
+        training = trainer(client)
+        params = tinker.SamplingParams(max_tokens=8, temperature=0.0)
+
+        def drawn(sampler: Any) -> Any:
+            sequence = sampler.sample(text(tinker), 1, params).result().sequences[0]
+            return [sequence.tokens, sequence.logprobs]
+
+        older = ready(training.save_weights_and_get_sampling_client(kind="inflight"))
+        first = drawn(older)
+        train(tinker, training, [1, 2, 3], learning_rate=5e-2)
+        after_training = drawn(older)
+        snapshot = ready(training.save_weights_and_get_sampling_client())
+        after_snapshot = drawn(older)
+        newer = ready(training.save_weights_and_get_sampling_client(kind="inflight"))
+        return [first, after_training, after_snapshot, drawn(older), drawn(newer), drawn(snapshot)]
+
+
+@script
 def seeded_sampling(tinker: Any, url: str) -> Any:
     """Every option, with seeds, so that the answer is one and the same for everybody."""
     with opened(tinker, url) as client:

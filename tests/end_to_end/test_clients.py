@@ -32,6 +32,7 @@ SAME_RESULTS = (
     "sample_and_forward",
     "alone_and_in_a_crowd",
     "samplers_keep_their_weights",
+    "inflight_samplers",
     "seeded_sampling",
     "whole_context",
     "abandoned_samples",
@@ -43,6 +44,9 @@ SAME_RESULTS = (
 
 RANDOM = (
     "async_supervised_loop",
+    "clients_used_at_once",
+    "clients_awaited",
+    "clients_as_futures",
     "async_custom_loss",
     "resume_from_state",
     "async_resume_from_state",

@@ -69,6 +69,12 @@ def test_a_sampler_keeps_its_weights_while_training_goes_on(either: RunScript) -
     assert newest[1] != before[0][1]
 
 
+def test_inflight_samplers_of_a_model_have_the_weights_that_were_published_last(either: RunScript) -> None:
+    first, after_training, after_snapshot, older, newer, snapshot = either("inflight_samplers")
+    assert first == after_training == after_snapshot
+    assert older == newer == snapshot != first
+
+
 def test_every_sampling_option_is_obeyed(either: RunScript) -> None:
     results = either("seeded_sampling")
     plain = results["plain"]["sequences"][0]
