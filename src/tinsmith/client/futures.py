@@ -69,12 +69,17 @@ class APIFuture(Future[T]):
         return asyncio.wrap_future(self).__await__()
 
     async def coroutine(self) -> T:
-        """The same for what takes a coroutine and nothing else, such as `asyncio.create_task`."""
+        """The result, for what takes a coroutine and nothing else, such as `asyncio.create_task`."""
         return await self
 
     def future(self) -> Future[T]:
         """The same object: it is a `concurrent.futures.Future` itself."""
         return self
+
+    def _invoke_callbacks(self) -> None:
+        """Once, and then they are let go: some refer to whoever holds this future, for good."""
+        super()._invoke_callbacks()  # type: ignore[misc]
+        self._done_callbacks.clear()
 
     def cancel(self) -> bool:
         cancelled = super().cancel()

@@ -35,11 +35,11 @@ class InTheMaking(Generic[T]):
         return self
 
     async def coroutine(self) -> Self:
-        """The same for what takes a coroutine and nothing else, such as `asyncio.create_task`."""
+        """The client, when it is ready; for what takes a coroutine and nothing else, such as `asyncio.create_task`."""
         return await self
 
     def future(self) -> Future[Self]:
-        """The same for what takes a `concurrent.futures.Future`. Cancelling it ends the making."""
+        """The client, when it is ready; for what takes a `concurrent.futures.Future`. Cancelling it ends the making."""
         ready: APIFuture[Self] = APIFuture(on_cancel=self._made.cancel)
         self._made.add_done_callback(lambda _: self._tell(ready))
         return ready
