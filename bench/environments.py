@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".bench"
 
 OURS = ("--editable", str(ROOT))
-OFFICIAL = ("tinker==0.36.0",)
+OFFICIAL = ("tinker==0.38.0",)
 TORCH = ("--constraint", str(ROOT / "constraints-cpu.txt"), "torch")
 SKYRL = ("skyrl[tinker,jax]==0.3.0", "uv", *TORCH)
 

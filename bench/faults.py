@@ -39,7 +39,7 @@ def measure(sdk: ModuleType, action: str, url: str) -> Any:
 
 
 def trainer(sdk: ModuleType, url: str) -> Any:
-    return harness.service(sdk, url).create_lora_training_client("tiny/model-1", rank=8)
+    return harness.service(sdk, url).create_lora_training_client("tiny/model-1", rank=8).result()
 
 
 def start_training(sdk: ModuleType, url: str) -> None:
@@ -73,7 +73,7 @@ def poll_in_vain(sdk: ModuleType, url: str) -> None:
 
 
 def sample_once(sdk: ModuleType, url: str) -> None:
-    client = harness.service(sdk, url).create_sampling_client(base_model="tiny/model-1")
+    client = harness.service(sdk, url).create_sampling_client(base_model="tiny/model-1").result()
     client.sample(sdk.types.ModelInput.from_ints([1, 2, 3]), 1, sdk.types.SamplingParams(max_tokens=1)).result()
 
 

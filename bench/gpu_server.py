@@ -116,7 +116,7 @@ class Served:
 
     def __init__(self, client: tinsmith.ServiceClient, work: Work) -> None:
         self._work = work
-        self._model = client.create_lora_training_client("bench", rank=RANK, seed=1)
+        self._model = client.create_lora_training_client("bench", rank=RANK, seed=1).result()
 
     def train(self, steps: int) -> None:
         ahead: list[tinsmith.APIFuture[Any]] = []
@@ -130,7 +130,7 @@ class Served:
 
     def sample(self, prompts: int, params: tinsmith.SamplingParams, of_prompt: int = 1) -> None:
         """From the weights as they are now."""
-        sampler = self._model.save_weights_and_get_sampling_client()
+        sampler = self._model.save_weights_and_get_sampling_client().result()
         all_tokens = self._work.tokens(prompts, self._work.prompt).tolist()
         inputs = [tinsmith.ModelInput.from_ints(tokens) for tokens in all_tokens]
         for future in [sampler.sample(each, of_prompt, params) for each in inputs]:

@@ -107,7 +107,7 @@ def both(official: Numbers, ours: Numbers, name: str) -> tuple[float, float]:
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    lines = [("figure", "tinker 0.36.0", "tinsmith", "bar", "ratio"), *(row.cells for row in rows)]
+    lines = [("figure", "tinker 0.38.0", "tinsmith", "bar", "ratio"), *(row.cells for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, tuple("-" * width for width in widths))
     for line in lines:

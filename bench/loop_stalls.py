@@ -26,9 +26,9 @@ LONG_PROMPT = 131_072
 
 def measure(sdk: ModuleType, url: str) -> Numbers:
     service = harness.service(sdk, url)
-    first, trainer = asyncio.run(stall_of(lambda: service.create_lora_training_client_async("tiny/model-1", rank=8)))
+    first, trainer = asyncio.run(stall_of(lambda: service.create_lora_training_client("tiny/model-1", rank=8)))
     calm, _ = asyncio.run(stall_of(lambda: asyncio.sleep(1.0)))
-    save, sampler = asyncio.run(stall_of(trainer.save_weights_and_get_sampling_client_async))
+    save, sampler = asyncio.run(stall_of(trainer.save_weights_and_get_sampling_client))
     loop = loop_of_the_package()
     data = training_data(sdk)
     prompt = sdk.types.ModelInput.from_ints(list(range(LONG_PROMPT)))
@@ -91,8 +91,8 @@ def conduct() -> None:
     official, ours = harness.in_turns(RUNS, one_run)
     figures = {
         "calm": ("the caller's loop, idle for 1 s (ms)", None),
-        "first": ("the caller's loop, first async call, create_session answered 503 twice (ms)", 10),
-        "save": ("the caller's loop, save_weights_and_get_sampling_client_async, 1 s (ms)", 10),
+        "first": ("the caller's loop, first awaited call, create_session answered 503 twice (ms)", 10),
+        "save": ("the caller's loop, save_weights_and_get_sampling_client, 1 s (ms)", 10),
         "idle": ("the package's loop, idle (ms)", None),
         "chunk": ("the package's loop, a chunk of 5 MB (ms)", 5),
         "prompt": (f"the package's loop, a prompt of {LONG_PROMPT:,} tokens (ms)", 5),

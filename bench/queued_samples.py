@@ -23,7 +23,7 @@ PROMPT_TOKENS = 200
 def measure(sdk: ModuleType, url: str) -> Numbers:
     from tests.support.probes import rss
 
-    client = limited_service(sdk, url).create_sampling_client(base_model="tiny/model-1")
+    client = limited_service(sdk, url).create_sampling_client(base_model="tiny/model-1").result()
     prompt = sdk.types.ModelInput.from_ints(list(range(PROMPT_TOKENS)))
     params = sdk.types.SamplingParams(max_tokens=8)
     futures = [client.sample(prompt, 1, params)]

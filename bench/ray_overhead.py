@@ -114,28 +114,28 @@ def serving(folder: str, *options: str) -> Iterator[tuple[str, tinsmith.ServiceC
 
 
 def sampling(client: tinsmith.ServiceClient) -> Round:
-    sampler = client.create_sampling_client(base_model="bench")
+    sampler = client.create_sampling_client(base_model="bench").result()
 
     return lambda: seconds(lambda: sampler.sample(PROMPT, 1, ONE_TOKEN).result())
 
 
 def new_weights(client: tinsmith.ServiceClient) -> Round:
-    model = client.create_lora_training_client("bench", rank=RANK, seed=1)
-    return lambda: seconds(model.save_weights_and_get_sampling_client)
+    model = client.create_lora_training_client("bench", rank=RANK, seed=1).result()
+    return lambda: seconds(lambda: model.save_weights_and_get_sampling_client().result())
 
 
 def first_token(client: tinsmith.ServiceClient) -> Round:
-    model = client.create_lora_training_client("bench", rank=RANK, seed=1)
+    model = client.create_lora_training_client("bench", rank=RANK, seed=1).result()
 
     def one_round() -> float:
-        sampler = model.save_weights_and_get_sampling_client()
+        sampler = model.save_weights_and_get_sampling_client().result()
         return seconds(lambda: sampler.sample(PROMPT, 1, ONE_TOKEN).result())
 
     return one_round
 
 
 def training_step(client: tinsmith.ServiceClient) -> Round:
-    model = client.create_lora_training_client("bench", rank=RANK, seed=1)
+    model = client.create_lora_training_client("bench", rank=RANK, seed=1).result()
     inputs = {"target_tokens": PROMPT.to_ints(), "weights": [1.0] * PROMPT.length}
     data = [tinsmith.Datum(model_input=PROMPT, loss_fn_inputs=inputs)] * NUM_ROWS
 
@@ -194,7 +194,7 @@ class Drawing:
     def __init__(self, url: str, client: tinsmith.ServiceClient, case: Case) -> None:
         self._url = url
         self._case = case
-        self._sampler = client.create_sampling_client(base_model="bench")
+        self._sampler = client.create_sampling_client(base_model="bench").result()
 
     def round(self) -> Spent:
         before = self._cpu_seconds()

@@ -15,7 +15,7 @@ PROMPT_TOKENS = 100
 
 
 def measure(sdk: ModuleType, url: str) -> Numbers:
-    client = harness.service(sdk, url).create_sampling_client(base_model="tiny/model-1")
+    client = harness.service(sdk, url).create_sampling_client(base_model="tiny/model-1").result()
     draw(sdk, client, 100)  # connections, flags and lazy imports are not what is measured
     wall, cpu = time.perf_counter(), time.process_time()
     draw(sdk, client, SAMPLES)

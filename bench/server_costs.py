@@ -74,7 +74,7 @@ class ApiRow(NamedTuple):
 
 
 def one_sample_each(client: tinsmith.ServiceClient) -> ApiRow:
-    sampler = client.create_sampling_client(base_model="tiny")
+    sampler = client.create_sampling_client(base_model="tiny").result()
     prompt = tinsmith.ModelInput.from_ints(server_overhead.TOKENS * 15)
 
     def work(count: int) -> None:

@@ -75,8 +75,8 @@ class Served:
     """The same through a client, as a program would do it."""
 
     def __init__(self, client: tinsmith.ServiceClient) -> None:
-        self._model = client.create_lora_training_client("tiny", rank=RANK, seed=1)
-        self._sampler = client.create_sampling_client(base_model="tiny")
+        self._model = client.create_lora_training_client("tiny", rank=RANK, seed=1).result()
+        self._sampler = client.create_sampling_client(base_model="tiny").result()
         inputs = {"target_tokens": TARGETS, "weights": [1.0] * len(TARGETS)}
         self._data = [tinsmith.Datum(tinsmith.ModelInput.from_ints(TOKENS), inputs)]
 

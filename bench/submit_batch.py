@@ -16,7 +16,7 @@ TOKENS = 2_048
 
 
 def measure(sdk: ModuleType, url: str) -> list[Numbers]:
-    client = harness.service(sdk, url).create_lora_training_client("tiny/model-1", rank=8)
+    client = harness.service(sdk, url).create_lora_training_client("tiny/model-1", rank=8).result()
     submit(sdk, client)  # connections, flags and lazy imports are not what is measured
     return [submit(sdk, client) for _ in range(BATCHES)]
 

@@ -23,11 +23,13 @@ from tinsmith.errors import ConfigError
 from tinsmith.server.engine import engine as engine_module
 from tinsmith.server.engine import shard_group
 from tinsmith.server.engine.engine import Engine
+from tinsmith.server.engine.gpu.rooms import layers_of, make_rooms, size_of_rooms
 from tinsmith.server.engine.group import BrokenGroupError
 from tinsmith.server.engine.model import ModelShape
 from tinsmith.server.engine.room import Footprint
 from tinsmith.server.engine.shard_group import Place, too_small
 from tinsmith.server.engine.sharding import BrokenShardsError
+from tinsmith.server.engine.weights import load_model
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +155,21 @@ def test_the_footprint_is_that_of_the_tensors(alone: Engine, tiny_folder: Path) 
     matrices = sum(matrix.shape.numel() for layer in alone.model.layers for matrix in layer.matrices)
     embedding = alone.model.embedding.numel()
     on_gpu = Footprint(shape, torch.bfloat16, "cuda")
-    assert on_gpu.weights == 2 * (matrices + 2 * embedding)
-    assert replace(on_gpu, shape=replace(shape, tie_embeddings=True)).weights == 2 * (matrices + embedding)
+    rooms = size_of_rooms(shape)
+    assert on_gpu.weights == 2 * (matrices + 2 * embedding + rooms)
+    assert replace(on_gpu, shape=replace(shape, tie_embeddings=True)).weights == 2 * (matrices + embedding + rooms)
     assert replace(on_gpu, device_type="cpu").weights == 2 * (2 * matrices + 3 * embedding)
     assert on_gpu.at_least(0, 0) == on_gpu.weights
     assert on_gpu.at_least(None, None) == on_gpu.at_least(256, shape.max_context) > on_gpu.at_least(256, 0)
+
+
+def test_the_room_for_adapters_is_what_they_are_given(tiny_folder: Path) -> None:
+    model = load_model(tiny_folder, DEVICE, torch.float32)
+    make_rooms(model)
+    given = [
+        matrix._whole.numel() - matrix.shape.numel() for _, matrix in layers_of(model) if matrix._whole is not None
+    ]
+    assert sum(given) == size_of_rooms(model.shape) > 0
 
 
 def test_a_long_context_takes_no_more_of_a_gpu_than_there_is(

@@ -32,7 +32,7 @@ class Footprint:
 
     @property
     def weights(self) -> int:
-        """Matrices are kept twice on a CPU: laid out for the way back, too."""
+        """Matrices are kept twice on a CPU: laid out for the way back, too. On a GPU there is room around them."""
         copies = 2 if self.device_type == "cpu" else 1
         shape = self.shape
         per_layer = shape.hidden_size * (
@@ -41,7 +41,16 @@ class Footprint:
         embedding = shape.vocab_size * shape.hidden_size
         has_head_of_its_own = not shape.tie_embeddings or self.device_type == "cpu"
         head = copies * embedding if has_head_of_its_own else 0
-        return self._itemsize * (embedding + head + copies * shape.num_layers * per_layer)
+        return self._itemsize * (embedding + head + copies * shape.num_layers * per_layer + self._rooms)
+
+    @property
+    def _rooms(self) -> int:
+        """Numbers around the matrices, where adapters are laid."""
+        if self.device_type != "cuda":
+            return 0
+        from tinsmith.server.engine.gpu.rooms import size_of_rooms
+
+        return size_of_rooms(self.shape)
 
     @property
     def activations_per_token(self) -> int:

@@ -1,6 +1,7 @@
 """Room around the frozen matrices of a model's layers, where adapters are laid: one product serves both.
 
     make_rooms    once for each model, before anything depends on where its matrices lie
+    size_of_rooms how many numbers they hold, of a model with this shape
     layers_of     the matrices, with the names of what adapters add to them
     parts_of      the projections of each kind of layer
 
@@ -27,6 +28,22 @@ def make_rooms(model: Transformer) -> None:
         if not matrix.has_room:
             width = UNIT * len(parts[name.rpartition(".")[2]])
             matrix.make_room(above=width, below=NUM_UNITS * width, beside=width)
+
+
+def size_of_rooms(shape: ModelShape) -> int:
+    heads = shape.num_heads * shape.head_dim
+    inputs = {
+        "qkv_proj": shape.hidden_size,
+        "o_proj": heads,
+        "gate_up_proj": shape.hidden_size,
+        "down_proj": shape.intermediate_size,
+    }
+    size = 0
+    for name, num_in in inputs.items():
+        outs = parts_of(shape)[name]
+        width = UNIT * len(outs)
+        size += (1 + NUM_UNITS) * width * (num_in + width) + width * sum(outs)
+    return shape.num_layers * size
 
 
 def layers_of(model: Transformer) -> Iterator[tuple[str, Matrix]]:
