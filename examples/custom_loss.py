@@ -26,7 +26,7 @@ def main(
 ) -> dict[str, Any]:
     groups = {"forget": FORGET, "keep": KEEP, "not trained on": UNTOUCHED}
     with tinker.ServiceClient(base_url=base_url) as service:
-        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0)
+        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
         tokenizer = trainer.get_tokenizer()
         asked = {name: [fact(tokenizer, CHAT, *each) for each in group.items()] for name, group in groups.items()}
         before = {name: probabilities(trainer, facts) for name, facts in asked.items()}

@@ -29,16 +29,16 @@ def main(
     *, model: str = "HuggingFaceTB/SmolLM2-135M-Instruct", steps: int = 30, base_url: str = "local"
 ) -> dict[str, Any]:
     with tinker.ServiceClient(base_url=base_url) as service:
-        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0)
+        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
         tokenizer = trainer.get_tokenizer()
-        before = answers(service.create_sampling_client(base_model=model), tokenizer)
+        before = answers(service.create_sampling_client(base_model=model).result(), tokenizer)
 
         data = [example(tokenizer, **json.loads(line)) for line in DATA.read_text().splitlines()]
         print(f"Training {model} on {len(data)} answers, {steps} steps of {BATCH}")
         losses = train(trainer, shuffled_batches(data, steps))
         checkpoint = trainer.save_weights_for_sampler("pirate").result().path
 
-        after = answers(service.create_sampling_client(checkpoint), tokenizer)
+        after = answers(service.create_sampling_client(checkpoint).result(), tokenizer)
     for question, old, new in zip(HELD_OUT, before, after, strict=True):
         print(f"\n{question}\n  before  {old}\n  after   {new}")
     print(f"\nTalk to it:\n  {_show.command('tinsmith')} --base-url {base_url} chat {checkpoint}")

@@ -39,8 +39,8 @@ def main(
     questions = [json.loads(line)["question"] for line in QUESTIONS.read_text().splitlines()]
     held_out, questions = questions[:HELD_OUT], questions[HELD_OUT:]
     with tinker.ServiceClient(base_url=base_url) as service:
-        student = service.create_lora_training_client(base_model=model, rank=16, seed=0)
-        judge = service.create_sampling_client(base_model=teacher or model)
+        student = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
+        judge = service.create_sampling_client(base_model=teacher or model).result()
         tokenizer = student.get_tokenizer()
         before = answers(student, judge, tokenizer, held_out, seed=0)
 
@@ -68,7 +68,7 @@ def main(
 
 def answers(student: Any, judge: Any, tokenizer: Any, questions: list[str], seed: int) -> list[tuple[Any, Any, Any]]:
     """Prompt, answer, and the teacher's log-probabilities of its tokens; GROUP of them for each question."""
-    sampler = student.save_weights_and_get_sampling_client()
+    sampler = student.save_weights_and_get_sampling_client().result()
     params = tinker.SamplingParams(max_tokens=20, temperature=1.0, seed=seed)
     prompts = [tokenizer.encode(CHAT.format(question), add_special_tokens=False) for question in questions]
     replies = [sampler.sample(tinker.ModelInput.from_ints(prompt), GROUP, params) for prompt in prompts]

@@ -26,10 +26,10 @@ def main(
     with tinker.ServiceClient(base_url=base_url) as service:
         checkpoint = checkpoint or newest_checkpoint(base_url, "pirate")
         # A sampling client looks for its tokenizer on a hub; a training client is told by the server where it is.
-        tokenizer = service.create_lora_training_client(base_model=model, rank=1).get_tokenizer()
+        tokenizer = service.create_lora_training_client(base_model=model, rank=1).result().get_tokenizer()
         scores = {
-            "base model": evaluate(service.create_sampling_client(base_model=model), tokenizer, rows),
-            "checkpoint": evaluate(service.create_sampling_client(checkpoint), tokenizer, rows),
+            "base model": evaluate(service.create_sampling_client(base_model=model).result(), tokenizer, rows),
+            "checkpoint": evaluate(service.create_sampling_client(checkpoint).result(), tokenizer, rows),
         }
     print(f"{model} and {checkpoint} on {len(rows)} questions")
     _show.table(("", *scores["base model"]), *[(name, *map(shown, each.values())) for name, each in scores.items()])

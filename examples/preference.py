@@ -27,9 +27,9 @@ def main(
     *, model: str = "HuggingFaceTB/SmolLM2-135M-Instruct", steps: int = 16, base_url: str = "local"
 ) -> dict[str, Any]:
     with tinker.ServiceClient(base_url=base_url) as service:
-        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0)
+        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
         answers = read_answers(trainer.get_tokenizer())
-        reference = likelihoods(service.create_sampling_client(base_model=model), answers)
+        reference = likelihoods(service.create_sampling_client(base_model=model).result(), answers)
         data = [example(*answer, before) for answer, before in zip(answers, reference, strict=True)]
 
         dice = random.Random(0)
@@ -42,7 +42,7 @@ def main(
             margins.add(step.result().metrics["margin"])
 
         held_out = slice(2 * HELD_OUT)
-        now = likelihoods(trainer.save_weights_and_get_sampling_client(), answers[held_out])
+        now = likelihoods(trainer.save_weights_and_get_sampling_client().result(), answers[held_out])
     gained = torch.tensor(now) - torch.tensor(reference[held_out])
     plain, flattering = gained[0::2], gained[1::2]
     figures = {"gained by plain": plain, "gained by flattering": flattering, "margin": plain - flattering}

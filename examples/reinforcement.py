@@ -29,7 +29,7 @@ def main(
     held_out, sums = sums[:HELD_OUT], sums[HELD_OUT:]
 
     with tinker.ServiceClient(base_url=base_url) as service:
-        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0)
+        trainer = service.create_lora_training_client(base_model=model, rank=16, seed=0).result()
         tokenizer = trainer.get_tokenizer()
         greedy = tinker.SamplingParams(max_tokens=12, temperature=0.0)
         before = ask(trainer, tokenizer, held_out, 1, greedy)
@@ -58,7 +58,7 @@ def main(
 
 def ask(trainer: Any, tokenizer: Any, sums: list[tuple[int, int]], answers: int, params: Any) -> list[Group]:
     """So many answers to each sum, from the weights as they are now."""
-    sampler = trainer.save_weights_and_get_sampling_client()
+    sampler = trainer.save_weights_and_get_sampling_client().result()
     texts = [CHAT.format(f"What is {a} + {b}? Answer with only the number.") for a, b in sums]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     replies = [sampler.sample(tinker.ModelInput.from_ints(prompt), answers, params) for prompt in prompts]
