@@ -287,9 +287,11 @@ def test_later_numbers_wait_for_earlier_ones(server: RunningServer) -> None:
 # The batch poller
 
 
-def batch(server: RunningServer, sampler_id: str, cursor: int = 0, clone: int = 0, fetched: Any = ()) -> Any:
+def batch(
+    server: RunningServer, sampler_id: str, cursor: int = 0, clone: int = 0, fetched: Any = (), **fields: Any
+) -> Any:
     target = {"type": "sampling_session", "sampling_session_id": sampler_id, "cloned_sampler_id": clone}
-    body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": list(fetched)}
+    body = {"target": target, "prev_cursor": cursor, "retrieved_request_ids": list(fetched), **fields}
     return server.post("retrieve_futures", body)
 
 
@@ -333,6 +335,19 @@ def test_fetched_samples_are_freed(server: RunningServer) -> None:
     batch(server, sampler_id, cursor, fetched=[request_id])
     assert poll(server, request_id).status == 410
     assert poll(server, later.json()["request_id"], headers=PROTOBUF).status == 200
+
+
+@pytest.mark.parametrize("seconds", [0, 0.05, -1])
+def test_a_batch_poll_waits_no_longer_than_it_asks_to(tmp_path: Path, seconds: float) -> None:
+    with RunningServer(tmp_path, long_poll_seconds=600.0) as running:
+        sampler_id = running.sampler()
+        assert batch(running, sampler_id, timeout=seconds).json() == {"completions": [], "cursor": 0}
+        request_id = sample(running, sampler_id).json()["request_id"]
+        assert poll(running, request_id, headers=PROTOBUF).status == 200
+        (found,) = batch(running, sampler_id, timeout=seconds).json()["completions"]
+        assert found["request_id"] == request_id
+        assert batch(running, sampler_id, fetched=[request_id], timeout=seconds).status == 200
+        assert poll(running, request_id).status == 410
 
 
 # Cancelling

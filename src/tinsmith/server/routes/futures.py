@@ -195,26 +195,37 @@ _AS_JSON: dict[str, Callable[[bytes], bytes]] = {"sample": _sample_json, "forwar
 
 
 async def retrieve_futures(call: Call) -> Response:
-    """What finished in a sampling session since the cursor, waited for up to half a minute."""
+    """What finished in a sampling session since the cursor, waited for up to half a minute, or `timeout` if it is less.
+
+    With a `timeout` of 0, what has finished already: that is how a client tells which results it has fetched.
+    """
     request = await call.read(FuturesRetrieveRequest)
     target = request.target
     sampler = await sampler_named(call, target.sampling_session_id)
     if request.retrieved_request_ids:
         await call.stored(call.store.results.free, call.owner, request.retrieved_request_ids)
-    found = await _completions(call, sampler.sampler_id, target.cloned_sampler_id, request.prev_cursor)
+    seconds = call.services.config.long_poll_seconds
+    if request.timeout is not None:
+        seconds = min(seconds, request.timeout)
+    found = await _completions(call, sampler.sampler_id, target.cloned_sampler_id, request.prev_cursor, seconds)
     await call.check_again()
     return reply(FuturesRetrieveResponse(completions=[*map(_completion, found.items)], cursor=found.cursor))
 
 
-async def _completions(call: Call, sampler_id: str, clone: int, cursor: int) -> Completions:
+async def _completions(call: Call, sampler_id: str, clone: int, cursor: int, seconds: float) -> Completions:
+    async def read() -> Completions:
+        return await call.stored(call.store.results.completions, sampler_id, clone, cursor)
+
+    if seconds <= 0:
+        return await read()
     clock = asyncio.get_running_loop()
-    end = clock.time() + call.services.config.long_poll_seconds
+    end = clock.time() + seconds
     seen: int | None = cursor
     while seen is not None:
         seen = await call.services.waiting.until_news(sampler_id, seen, max(0.0, end - clock.time()))
         if seen is not None:
             # The news may be about another client of the same sampling session.
-            found = await call.stored(call.store.results.completions, sampler_id, clone, cursor)
+            found = await read()
             if found.items:
                 return found
     return Completions(items=[], cursor=cursor)
