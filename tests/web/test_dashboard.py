@@ -69,7 +69,7 @@ def service(server: ServerProcess) -> Iterator[ServiceClient]:
 
 @pytest.fixture(scope="module")
 def trainer(service: ServiceClient) -> TrainingClient:
-    trainer = aside(lambda: service.create_lora_training_client(BASE, rank=4, user_metadata={"note": SCRIPT}))
+    trainer = aside(lambda: service.create_lora_training_client(BASE, rank=4, user_metadata={"note": SCRIPT}).result())
     step(trainer)
     return trainer
 
@@ -233,7 +233,7 @@ def test_a_curve_gets_new_points_while_somebody_looks(trainer: TrainingClient, v
 
 def test_a_run_whose_session_has_ended_is_not_active(server: ServerProcess, visit: Visit) -> None:
     own = ServiceClient(base_url=server.url, api_key=KEY)
-    run_id = aside(lambda: own.create_lora_training_client(BASE, rank=2)).model_id
+    run_id = aside(lambda: own.create_lora_training_client(BASE, rank=2).result()).model_id
     visit.go("runs")
     row = visit.page.get_by_role("row").filter(has=visit.page.get_by_title(run_id))
     expect(row.locator(".state")).to_have_text("active")
@@ -242,7 +242,7 @@ def test_a_run_whose_session_has_ended_is_not_active(server: ServerProcess, visi
 
 
 def test_runs_are_compared_in_the_same_charts(service: ServiceClient, trainer: TrainingClient, visit: Visit) -> None:
-    other = aside(lambda: service.create_lora_training_client(BASE, rank=2))
+    other = aside(lambda: service.create_lora_training_client(BASE, rank=2).result())
     step(other)
     names = [f"{run.model_id[:8]}:{run.model_id.rpartition(':')[2]}" for run in (trainer, other)]
     visit.go("runs")
@@ -293,7 +293,7 @@ def test_the_keyboard_walks_along_a_curve(trainer: TrainingClient, visit: Visit)
 
 def test_samples_appear_on_top_and_as_text(service: ServiceClient, visit: Visit) -> None:
     tokenizer = byte_level_bpe()
-    sampler = aside(lambda: service.create_sampling_client(base_model=BASE))
+    sampler = aside(lambda: service.create_sampling_client(base_model=BASE).result())
     visit.go("samples")
     for prompt in ("first question", f"second {SCRIPT}"):
         tokens = types.ModelInput.from_ints(tokenizer.encode(prompt).ids)
@@ -422,7 +422,7 @@ def test_every_view_fits_a_phone(trainer: TrainingClient, visitor: Callable[...,
 
 
 def test_the_long_name_of_a_metric_fits_a_phone(service: ServiceClient, visitor: Callable[..., Visit]) -> None:
-    run = aside(lambda: service.create_lora_training_client(BASE, rank=2))
+    run = aside(lambda: service.create_lora_training_client(BASE, rank=2).result())
     aside(run.log_metrics({200 * "x": 0.25}).result)
     visit = visitor(viewport={"width": 390, "height": 640}, has_touch=True, is_mobile=True)
     visit.has_signed_in(KEY)
