@@ -129,7 +129,7 @@ def test_asynchronous_twins_take_what_their_synchronous_ones_take(client: str) -
 def test_the_annotations_of_every_public_method_can_be_resolved(client: str) -> None:
     ours = getattr(tinsmith, client)
     for name, method in inspect.getmembers(ours, inspect.isfunction):
-        if not name.startswith("_"):
+        if not name.startswith("_") and method.__module__.startswith("tinsmith."):
             hints = typing.get_type_hints(method, localns=names_for_checkers())
             assert "return" in hints, name
 
@@ -170,7 +170,7 @@ def check(value: object, method: Callable[..., Any]) -> None:
     declared = typing.get_type_hints(method, localns=names_for_checkers())["return"]
     origin = typing.get_origin(declared) or declared
     assert isinstance(value, origin), f"{method.__name__} returned {value!r}"
-    if isinstance(value, Future):
+    if isinstance(value, Future) and declared is not origin:  # a client is a future of itself
         (result_type,) = typing.get_args(declared)
         assert isinstance(value.result(30), typing.get_origin(result_type) or result_type), method.__name__
 

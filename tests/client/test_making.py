@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import functools
 import gc
 import pickle
+import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -19,7 +22,7 @@ from tests.support.training import ADAM, BASE_MODEL, PATIENCE, make_data, open_s
 from tinsmith import types
 from tinsmith.client.sampling import SamplingClient
 from tinsmith.client.training import TrainingClient
-from tinsmith.errors import ClientClosedError, RequestFailedError
+from tinsmith.errors import ClientClosedError, InvalidTypeError, RequestFailedError, WouldDeadlockError
 
 PROMPT, PARAMS = types.ModelInput.from_ints([1, 2, 3]), types.SamplingParams(max_tokens=2)
 
@@ -40,8 +43,8 @@ def training(service: tinsmith.ServiceClient) -> TrainingClient:
     return service.create_lora_training_client(BASE_MODEL, rank=8)
 
 
-def sampling(service: tinsmith.ServiceClient) -> SamplingClient:
-    return service.create_sampling_client(base_model=BASE_MODEL)
+def sampling(service: tinsmith.ServiceClient, retry_config: Any = None) -> SamplingClient:
+    return service.create_sampling_client(base_model=BASE_MODEL, retry_config=retry_config)
 
 
 # What is called before
@@ -173,12 +176,35 @@ def test_giving_up_an_operation_does_not_give_up_the_client(
 def test_giving_up_the_client_ends_what_waits_for_it(server: FakeServer, service: tinsmith.ServiceClient) -> None:
     server.hold("create_model")
     client = training(service)
-    step, ready = client.optim_step(ADAM), client.future()
+    step, sampler = client.optim_step(ADAM), client.save_weights_and_get_sampling_client()
     server.wait_for("create_model")
-    assert ready.cancel()
-    for wait in (step.result, client.result, client.optim_step(ADAM).result):
-        with pytest.raises(CancelledError):
+    assert client.cancel()
+    with pytest.raises(CancelledError):
+        client.result(PATIENCE)
+    for wait in (step.result, client.optim_step(ADAM).result, sampler.result, sampler.sample(PROMPT, 1, PARAMS).result):
+        with pytest.raises(ClientClosedError, match="given up"):
             wait(PATIENCE)
+
+
+def test_whoever_stops_waiting_for_a_client_leaves_it_to_others(
+    server: FakeServer, service: tinsmith.ServiceClient
+) -> None:
+    server.hold("create_model")
+    client = training(service)
+
+    async def scenario() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            others = tasks.create_task(client.coroutine()), tasks.create_task(client.optim_step(ADAM).coroutine())
+            for wait in (asyncio.wait_for(client, 0.01), client.result_async(0.01)):
+                with pytest.raises(TimeoutError):
+                    await wait
+            cancelled = tasks.create_task(client.coroutine())
+            await asyncio.sleep(0.01)
+            cancelled.cancel()
+            server.release()
+            assert await others[0] is client
+
+    asyncio.run(scenario())
 
 
 def test_closing_ends_the_making(server: FakeServer) -> None:
@@ -201,6 +227,57 @@ def test_a_timeout_leaves_the_making_going_on(server: FakeServer, service: tinsm
     assert client.result(PATIENCE) is client
 
 
+def test_a_model_that_cannot_be_made_holds_nothing_of_what_was_called(service: tinsmith.ServiceClient) -> None:
+    client = service.create_lora_training_client("no/such-model")
+    for _ in range(3):
+        with pytest.raises(RequestFailedError) as caught:
+            client.forward_backward(make_data(), "cross_entropy").result(PATIENCE)
+        frames = len(traceback.extract_tb(caught.value.__traceback__))
+        assert frames < 20, "each call has added its own"
+
+
+def test_what_is_called_as_the_model_gets_ready_takes_no_bytes_from_what_was_called_before() -> None:
+    with FakeServer(flags={"fwdbwd_dispatch_bytes_semaphore_size": 10}) as server, open_service(server) as service:
+        server.hold("create_model")
+        client = training(service)
+        later: list[Any] = []
+        client.add_done_callback(lambda _: later.append(client.forward_backward(make_data(1, 3), "cross_entropy")))
+        futures = [client.forward_backward(make_data(first=number), "cross_entropy") for number in range(3)]
+        server.wait_for("create_model")
+        server.release()
+        for future in futures:
+            future.result(PATIENCE)
+        later[0].result(PATIENCE)
+        assert seq_ids(server) == [1, 2, 3, 4]
+
+
+def test_a_custom_loss_that_waits_for_what_waits_for_it_says_so(service: tinsmith.ServiceClient) -> None:
+    client, samplers = training(service), list[SamplingClient]()
+    is_queued = threading.Event()
+
+    def loss(_: Any, logprobs: Any) -> Any:
+        assert is_queued.wait(PATIENCE)
+        samplers[0].sample(PROMPT, 1, PARAMS)
+
+    future = client.forward_backward_custom(make_data(), loss, framework="numpy")
+    samplers.append(client.save_weights_and_get_sampling_client())
+    is_queued.set()
+    with pytest.raises(WouldDeadlockError, match="yet to make"):
+        future.result(PATIENCE)
+    assert samplers[0].sample(PROMPT, 1, PARAMS).result(PATIENCE).sequences
+
+
+def test_settings_that_make_no_sense_are_refused_before_anything_is_sent(
+    server: FakeServer, service: tinsmith.ServiceClient
+) -> None:
+    client = training(service).result(PATIENCE)
+    for make in (client.save_weights_and_get_sampling_client, functools.partial(sampling, service)):
+        with pytest.raises(InvalidTypeError, match="must be a RetryConfig"):
+            make(retry_config="often")  # type: ignore[arg-type]
+    assert not server.received("save_weights_for_sampler")
+    assert not server.received("create_sampling_session")
+
+
 # As a future
 
 
@@ -214,19 +291,22 @@ def test_it_can_be_awaited_gathered_and_waited_for(service: tinsmith.ServiceClie
     client, *samplers = asyncio.run(scenario())
     assert isinstance(client, TrainingClient)
     assert all(isinstance(sampler, SamplingClient) for sampler in samplers)
-    futures = [training(service).future(), sampling(service).future()]
-    done, _ = concurrent.futures.wait(futures, PATIENCE)
-    assert {type(future.result()) for future in done} == {TrainingClient, SamplingClient}
+    clients: list[Any] = [training(service), sampling(service)]
+    assert all(isinstance(client, tinsmith.APIFuture) for client in clients)
+    done, _ = concurrent.futures.wait(clients, PATIENCE)
+    assert done == set(clients)
+    assert all(client.result() is client and client.done() for client in clients)
 
 
 def test_nothing_of_it_is_left_when_it_is_dropped(service: tinsmith.ServiceClient) -> None:
     sampler = sampling(service)
     sampler.sample(PROMPT, 1, PARAMS).result(PATIENCE)
-    sampler.future().result(PATIENCE)
+    client = training(service).result(PATIENCE)
     gc.disable()
     try:
-        queue = weakref.ref(sampler._queue)
-        del sampler
-        assert queue() is None
+        references: list[Any] = [weakref.ref(sampler), weakref.ref(sampler._queue)]
+        references += [weakref.ref(client), weakref.ref(client._turns)]
+        del sampler, client
+        assert [reference() for reference in references] == [None] * 4
     finally:
         gc.enable()

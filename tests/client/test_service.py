@@ -285,7 +285,7 @@ def test_every_blocking_method_takes_a_timeout(server: FakeServer, service: tins
     with pytest.raises(TimeoutError):
         service.create_lora_training_client("tiny/model-1").result(0.05)
     with pytest.raises(TimeoutError):
-        asyncio.run(service.create_lora_training_client_async("tiny/model-1", timeout=0.05))
+        asyncio.run(service.create_lora_training_client("tiny/model-1").result_async(0.05))
     server.release("create_model")
     blocking = {
         tinsmith.ServiceClient: ["get_server_capabilities", "download_checkpoint"],

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.server import FakeServer
+from tests.support.server import FakeServer, Hang
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -38,6 +38,29 @@ def test_work_that_is_under_way_does_not_disturb_the_exit() -> None:
             for script in scripts:
                 _, complaint = script.communicate(timeout=60)
                 assert (script.returncode, complaint) == (3, "")
+
+
+def test_clients_that_are_still_being_made_do_not_disturb_the_exit() -> None:
+    body = """
+import sys
+import tinsmith
+from tinsmith import types
+service = tinsmith.ServiceClient(base_url=sys.argv[1], api_key="tml-x")
+client = service.create_lora_training_client("tiny/model-1", rank=8)
+samplers = [service.create_sampling_client(base_model="tiny/model-1"), client.save_weights_and_get_sampling_client()]
+prompt, params = types.ModelInput.from_ints([1]), types.SamplingParams(max_tokens=2)
+waiting = [sampler.sample(prompt, 1, params) for sampler in samplers]
+waiting.append(client.optim_step(types.AdamParams()))
+service.get_server_capabilities()
+sys.exit(3)
+"""
+    with FakeServer() as server:
+        server.hold("create_model")
+        server.script("create_sampling_session", Hang(), times=None)
+        scripts = [start(server, body) for _ in range(4)]
+        for script in scripts:
+            _, complaint = script.communicate(timeout=60)
+            assert (script.returncode, complaint) == (3, "")
 
 
 def test_a_client_used_by_a_late_exit_hook_fails_at_once() -> None:

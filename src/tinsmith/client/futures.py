@@ -12,7 +12,7 @@ from concurrent.futures import CancelledError, Future, InvalidStateError
 from typing import Any, TypeVar
 
 from tinsmith.client.loop import BackgroundLoop, background_loop, check_not_forked, is_loop_thread
-from tinsmith.errors import WouldDeadlockError
+from tinsmith.errors import ClientClosedError, WouldDeadlockError
 
 T = TypeVar("T")
 
@@ -97,7 +97,8 @@ class APIFuture(Future[T]):
         # Several threads may cancel at once; pop is atomic, so that one of them gets the action.
         action = self.__dict__.pop("_on_cancel", None)
         if action is not None:
-            action()
+            with contextlib.suppress(ClientClosedError):  # the interpreter is exiting, and all ends by itself
+                action()
 
     def resolve(self, value: T) -> None:
         """Sets the result, in silence if the caller has given up meanwhile."""

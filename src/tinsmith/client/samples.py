@@ -8,6 +8,7 @@ are repeated under the same number after a pause. A sample whose result is lost 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
@@ -86,7 +87,12 @@ class SampleQueue:
     """
 
     def __init__(
-        self, session: Session, opened: APIFuture[Opened], retry_config: RetryConfig | None, shadow: bool
+        self,
+        session: Session,
+        opened: APIFuture[Opened],
+        retry_config: RetryConfig | None,
+        shadow: bool,
+        check_can_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self.connection = session.connection
         self.retry_config = retry_config or RetryConfig()
@@ -96,13 +102,14 @@ class SampleQueue:
         """Samples that wait before they line up again."""
         self._session = session  # kept alive, and with it the heartbeats, while there are samples
         self._opened = opened
+        self._check_can_wait = check_can_wait
         self._asked_limit = self.lane.max_unfinished
         self._numbers: itertools.count[int] | None = None if shadow else itertools.count()
         self._joining: Once[int] = Once()
         self._poller: BatchPoller | None = None
         self.connection.on_close(self._give_up)
         if not opened.done():
-            opened.add_done_callback(lambda _: self.connection.loop.post(self._begin))
+            opened.add_done_callback(lambda _: self._begin_soon())
 
     @property
     def sampling_session_id(self) -> str:
@@ -110,7 +117,7 @@ class SampleQueue:
         return self._opened.result().sampling_session_id
 
     def take_slot(self) -> None:
-        self.connection.check_open()
+        self._check()
         config, pending = self.connection.config, self.connection.account.pending
         if pending.try_take(config.max_pending):
             return
@@ -124,13 +131,18 @@ class SampleQueue:
         pending.take(config.max_pending, self)
 
     async def take_slot_async(self) -> None:
-        self.connection.check_open()
+        self._check()
         config, pending = self.connection.config, self.connection.account.pending
         if pending.try_take(config.max_pending):
             return
         if config.when_full == "error":
             raise refuse_pending(config.max_pending)
         await pending.take_async(config.max_pending, self)
+
+    def _check(self) -> None:
+        self.connection.check_open()
+        if not self._opened.done():
+            self._check_can_wait()
 
     def add(self, request: SampleRequest, transform: Callable[[SampleResponse], T]) -> APIFuture[T]:
         sample = _Sample(self, request, transform)
@@ -146,6 +158,10 @@ class SampleQueue:
         self.lane.add(sample)
         if self._opened.done():
             self._begin()
+
+    def _begin_soon(self) -> None:
+        with contextlib.suppress(ClientClosedError):  # the interpreter is exiting
+            self.connection.loop.post(self._begin)
 
     def _begin(self) -> None:
         """The sampling session is there, or never will be."""

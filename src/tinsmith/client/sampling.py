@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class SamplingClient(InTheMaking[Opened]):
+class SamplingClient(InTheMaking["SamplingClient", Opened]):
     """Made by `ServiceClient.create_sampling_client()` or `TrainingClient.save_weights_and_get_sampling_client()`.
 
     It can be used at once. To wait until the server has the weights, or to learn why it has not, call `result()` or
@@ -61,16 +62,14 @@ class SamplingClient(InTheMaking[Opened]):
         shadow: bool = False,
         retry_config: RetryConfig | None = None,
         record_stability_info: bool = False,
+        check_can_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        if retry_config is not None and not isinstance(retry_config, RetryConfig):
-            raise InvalidTypeError(
-                f"retry_config is {retry_config!r}; it must be a RetryConfig.", field="retry_config", value=retry_config
-            )
-        super().__init__(opened)
+        """`check_can_wait` raises where it would be in vain to wait for it to be opened."""
+        super().__init__(opened, session.connection.loop)
         self._session = session
         self._connection = session.connection
         self._record_stability_info = record_stability_info
-        self._queue = SampleQueue(session, opened, retry_config, shadow=shadow)
+        self._queue = SampleQueue(session, opened, retry_config, shadow=shadow, check_can_wait=check_can_wait)
 
     @property
     def sampling_session_id(self) -> str:
@@ -98,6 +97,7 @@ class SamplingClient(InTheMaking[Opened]):
                 field="model_path",
                 value=model_path,
             )
+        check_retry_config(retry_config)
         number = next(session.sampler_numbers)
         connection = session.connection
 
@@ -219,7 +219,7 @@ class SamplingClient(InTheMaking[Opened]):
 
     def get_sampler_handle(self) -> str:
         """A text from which another process can make a client of the same sampler. It holds no credentials."""
-        return base64.urlsafe_b64encode(msgspec.json.encode(self._state())).decode()
+        return base64.urlsafe_b64encode(msgspec.json.encode(self._handle())).decode()
 
     @staticmethod
     def from_sampler_handle(handle: str, *, api_key: str | None = None) -> SamplingClient:
@@ -235,7 +235,7 @@ class SamplingClient(InTheMaking[Opened]):
         return _from_state(state, api_key)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _from_state, (self._state(),)
+        return _from_state, (self._handle(),)
 
     def __deepcopy__(self, memo: object) -> SamplingClient:
         return self.__copy__()
@@ -254,7 +254,7 @@ class SamplingClient(InTheMaking[Opened]):
             f"SamplingClient({f'sampling_session_id={self.sampling_session_id!r}' if self._is_ready else 'not ready'})"
         )
 
-    def _state(self) -> _SamplerState:
+    def _handle(self) -> _SamplerState:
         opened = self._made.result()  # then the session is open, too
         return _SamplerState(
             base_url=self._connection.config.base_url,
@@ -348,6 +348,13 @@ def _from_state(state: _SamplerState, api_key: str | None = None) -> SamplingCli
         shadow=True,
         record_stability_info=state.record_stability_info,
     )
+
+
+def check_retry_config(config: RetryConfig | None) -> None:
+    if config is not None and not isinstance(config, RetryConfig):
+        raise InvalidTypeError(
+            f"retry_config is {config!r}; it must be a RetryConfig.", field="retry_config", value=config
+        )
 
 
 def _check_targets(targets: TensorData | None) -> None:

@@ -20,7 +20,7 @@ from tinsmith.client.metrics_log import MetricsLog
 from tinsmith.client.polling import ResultKind, retrieve
 from tinsmith.client.retry import RetryConfig
 from tinsmith.client.samples import Opened
-from tinsmith.client.sampling import SamplingClient
+from tinsmith.client.sampling import SamplingClient, check_retry_config
 from tinsmith.client.session import Session
 from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
 from tinsmith.client.threads import run_coding, run_user_code
@@ -107,7 +107,7 @@ class _Known(NamedTuple):
     info: GetInfoResponse
 
 
-class TrainingClient(InTheMaking[_Known]):
+class TrainingClient(InTheMaking["TrainingClient", _Known]):
     """Made by `ServiceClient.create_lora_training_client()` and its relatives.
 
     It can be used at once. To wait until the server has made the model, or to learn why it has not, call `result()` or
@@ -121,7 +121,7 @@ class TrainingClient(InTheMaking[_Known]):
     def __init__(self, session: Session, make: Callable[[], Coroutine[Any, Any, MadeModel]]) -> None:
         connection = session.connection
         made = connection.run(lambda: _looked_up(connection, make))
-        super().__init__(made)
+        super().__init__(made, connection.loop)
 
         async def num_before() -> int:
             return (await when_made(made)).made.num_operations
@@ -339,6 +339,7 @@ class TrainingClient(InTheMaking[_Known]):
         """
         if name is not None:
             warnings.warn("name has no effect here; call it without.", FutureWarning, stacklevel=2)
+        check_retry_config(retry_config)
         request = SaveWeightsForSamplerRequest(
             model_id=TO_BE_NAMED, sampling_session_seq_id=next(self._session.sampler_numbers), kind=kind, seq_id=1
         )
@@ -357,6 +358,7 @@ class TrainingClient(InTheMaking[_Known]):
             self._connection.run(opened),
             retry_config=retry_config,
             record_stability_info=record_stability_info,
+            check_can_wait=self._turns.check_can_wait,
         )
 
     async def save_weights_and_get_sampling_client_async(
@@ -406,8 +408,7 @@ class TrainingClient(InTheMaking[_Known]):
         return self._made.result(timeout).info
 
     async def get_info_async(self, *, timeout: float | None = None) -> GetInfoResponse:
-        async with asyncio.timeout(timeout):
-            return (await when_made(self._made)).info
+        return (await self._connection.run(lambda: when_made(self._made)).result_async(timeout)).info
 
     def get_tokenizer(self, *, timeout: float | None = None) -> Tokenizer:
         """The tokenizer of the model, from a process-wide cache. It turns text into ids and applies no template."""

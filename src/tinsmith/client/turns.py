@@ -116,17 +116,23 @@ class TurnQueue:
         self._user_code: asyncio.Task[Any] | None = None
         """The preparation of the latest operation that runs a function of the user's."""
         self._slots = asyncio.Semaphore(max_inflight) if max_inflight else None
+        self._entrance = asyncio.Lock()
 
     def add(self, operation: Operation[T], *, after: Operation[Any] | None = None) -> APIFuture[T]:
         """Fixes the place of an operation. With `after` the two go together: nothing comes in between."""
         self._connection.check_open()
-        if _user_code_of.get() is self:
-            raise WouldDeadlockError(
-                "A custom loss called an operation of the training client that is computing it. The operation could "
-                "only be sent after the loss is known; call it before, or use another client for it."
-            )
+        self.check_can_wait()
         self._loop.post(self._accept, [operation] if after is None else [after, operation])
         return operation.future
+
+    def check_can_wait(self) -> None:
+        """Not in a function of the user's for which whatever is added waits."""
+        if _user_code_of.get() is self:
+            raise WouldDeadlockError(
+                "A custom loss called an operation of the training client that is computing it, or a sampling client "
+                "that this one has yet to make. That could only be done after the loss is known; do it before, or use "
+                "another client for it."
+            )
 
     @contextlib.contextmanager
     def user_code(self) -> Iterator[None]:
@@ -164,14 +170,16 @@ class TurnQueue:
             return None
 
     async def _encoded(self, operation: Operation[Any], user_code: asyncio.Task[Any] | None) -> Sequence[Submission]:
-        self._next_number = max(self._next_number, 1 + await self._num_before())
-        # The user's function may wait for another client of the account, which needs bytes itself: so nothing that
-        # has to wait for the function may hold any.
-        if user_code is not None and not user_code.done():
-            await asyncio.wait([user_code])
-        # Bodies that wait to be sent are bounded in bytes, so that many large calls do not fill the memory.
-        await self._connection.account.training_bytes.acquire(operation.byte_cost)
-        operation.reserved_bytes = operation.byte_cost
+        # One after the other: whoever had bytes before its turn came would keep them from those whose turn is first.
+        async with self._entrance:
+            self._next_number = max(self._next_number, 1 + await self._num_before())
+            # The user's function may wait for another client of the account, which needs bytes itself: so nothing that
+            # has to wait for the function may hold any.
+            if user_code is not None and not user_code.done():
+                await asyncio.wait([user_code])
+            # Bodies that wait to be sent are bounded in bytes, so that many large calls do not fill the memory.
+            await self._connection.account.training_bytes.acquire(operation.byte_cost)
+            operation.reserved_bytes = operation.byte_cost
         return await operation.prepare()
 
     def _release(self, operation: Operation[Any]) -> None:
