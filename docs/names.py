@@ -33,7 +33,13 @@ def render() -> str:
 
 def _client(name: str) -> str:
     client = getattr(tinsmith, name)
-    members = [member for member in dir(client) if not member.startswith("_")]
+    is_future = issubclass(client, tinsmith.APIFuture)
+    waiting = {"result", "result_async", "cancel"}  # of what every future has, these are of use with a client
+    members = [
+        member
+        for member in dir(client)
+        if not member.startswith("_") and (member in waiting or not (is_future and hasattr(tinsmith.APIFuture, member)))
+    ]
     rows = [
         f"| `{_call(member, getattr(client, member))}` | {_sentence(getattr(client, member))} |" for member in members
     ]

@@ -60,6 +60,7 @@ class APIFuture(Future[T]):
         return super().exception(timeout)
 
     async def result_async(self, timeout: float | None = None) -> T:
+        """The same, awaited."""
         async with asyncio.timeout(timeout):
             return await self
 
@@ -82,6 +83,7 @@ class APIFuture(Future[T]):
         self._done_callbacks.clear()
 
     def cancel(self) -> bool:
+        """Gives it up; False if it is over already."""
         cancelled = super().cancel()
         if cancelled:
             self._run_on_cancel()

@@ -30,6 +30,7 @@ class InTheMaking(APIFuture[C], Generic[C, T]):
         made.add_done_callback(lambda _: self._learn())
 
     def result(self, timeout: float | None = None) -> C:
+        """The client itself, once it is ready; raises why it never will be."""
         super().result(timeout)
         return cast("C", self)
 
