@@ -35,10 +35,11 @@ class InTheMaking(APIFuture[C], Generic[C, T]):
         return cast("C", self)
 
     def __await__(self) -> Generator[Any, None, C]:
-        if not self.done():
-            made, loop = self._made, self._loop
-            yield from futures.run(lambda: when_made(made), loop).__await__()
-        return self.result()
+        if self.done():
+            return self.result()
+        made, loop = self._made, self._loop
+        yield from futures.run(lambda: when_made(made), loop).__await__()
+        return cast("C", self)
 
     @property
     def _is_ready(self) -> bool:
