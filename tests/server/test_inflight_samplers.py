@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests.server.workbench import Workbench
+from tests.server.workbench import Workbench, hold_up
 from tinsmith.server import sampling_weights
 from tinsmith.server.sampling_weights import SamplingWeights
 from tinsmith.server.store.schema import jobs
@@ -170,6 +170,20 @@ def test_a_replay_copies_nothing_that_is_not_drawn_with_any_more(
     assert kept == [newest]
 
 
+def cut_short(bench: Workbench, monkeypatch: pytest.MonkeyPatch, seq_id: int) -> str:
+    """A save with this number, whose worker dies before it can say that it is done."""
+
+    def die(*_: Any, **__: Any) -> None:
+        raise RuntimeError("killed")
+
+    with monkeypatch.context() as deadly, bench.worker():
+        deadly.setattr(Worker, "_complete", die)
+        save = bench.copy(MODEL, seq_id, "inflight")
+        bench.wait_for_its_death()
+        bench.died_of = None
+    return save
+
+
 def test_a_save_whose_worker_died_before_it_could_say_so_is_done_once(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch, drawn: Drawn
 ) -> None:
@@ -178,21 +192,59 @@ def test_a_save_whose_worker_died_before_it_could_say_so_is_done_once(
         first = bench.copied_sampler(MODEL, 1, "inflight")
         train(bench, 2, 3)
         expected = drawn(bench.copied_sampler(MODEL, 4))
-    with monkeypatch.context() as deadly, bench.worker():
-
-        def die(*_: Any, **__: Any) -> None:
-            raise RuntimeError("killed")
-
-        deadly.setattr(Worker, "_complete", die)
-        save = bench.copy(MODEL, 5, "inflight")
-        bench.wait_for_its_death()
-        bench.died_of = None
+    save = cut_short(bench, monkeypatch, 5)
     with bench.worker():
         bench.result(save)
         published = bench.store.samplers.published(MODEL, "ann")
         assert published is not None
         assert (published.sampler_id, published.model_seq_id) == ("s:sample:5", 5)
         assert drawn(first) == drawn(published.sampler_id) == pytest.approx(expected, abs=CLOSE)
+
+
+@pytest.mark.parametrize("how", ["given up", "cancelled"])
+def test_weights_whose_save_was_not_done_are_not_published_and_cost_nobody_those_that_were(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, drawn: Drawn, how: str
+) -> None:
+    bench.create(MODEL)
+    with bench.worker():
+        train(bench, 1, 2)
+        first = bench.copied_sampler(MODEL, 3, "inflight")
+        expected = drawn(first)
+        train(bench, 4, 5)
+    save = cut_short(bench, monkeypatch, 6)
+    bench.store.jobs.requeue("tiny", max_attempts=1 if how == "given up" else 9, error="killed its worker")
+    if how == "cancelled":
+        assert bench.store.jobs.cancel(save, "ann") == "cancelled"
+    bench.replay_bound(0.0)
+    with bench.worker():
+        assert drawn(first) == pytest.approx(expected, abs=CLOSE)
+        train(bench, 7, 8)  # the model's snapshot is newer than that save
+        assert drawn(first) == pytest.approx(expected, abs=CLOSE)
+    with bench.worker():
+        assert drawn(first) == pytest.approx(expected, abs=CLOSE)
+
+
+def test_published_weights_stay_until_newer_ones_are_in_the_store(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch, drawn: Drawn
+) -> None:
+    bench.create(MODEL)
+    with bench.worker():
+        first = bench.copied_sampler(MODEL, 1, "inflight")
+        expected = drawn(first)
+        train(bench, 2, 3)
+        dropped: list[str] = []
+        monkeypatch.setattr(SamplingWeights, "drop", lambda self, sampler_id: dropped.append(sampler_id))
+        reached, go_on = hold_up(monkeypatch, Worker, "_complete")
+        save = bench.copy(MODEL, 4, "inflight")
+        assert reached.wait(60)
+        assert dropped == []
+        published = bench.store.samplers.published(MODEL, "ann")
+        assert published is not None
+        assert published.sampler_id == first
+        go_on.set()
+        bench.result(save)
+        assert drawn(first) != pytest.approx(expected, abs=CLOSE)
+        assert dropped == [first]
 
 
 def test_only_the_newest_published_weights_take_up_room(

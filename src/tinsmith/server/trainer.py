@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from itertools import islice
 from pathlib import Path
@@ -128,6 +128,8 @@ class Trainer:
             replay_bound=settings.replay_bound_seconds,
             max_bytes=int(SHARE_OF_MEMORY * available_memory(engine.model.device)),
         )
+        self._superseded: dict[str, str] = {}
+        """By the save that publishes others, the copy that nobody begins with once it is done."""
         self._run_one: Mapping[str, Callable[[Job], WireModel]] = {
             "create_model": self._create_model,
             "optim_step": self._optim_step,
@@ -157,9 +159,13 @@ class Trainer:
     def _outcome(self, job: Job) -> Outcome:
         try:
             result = self._run_one[job.kind](job)
-            shown = stepped(job, result) if isinstance(result, OptimStepResponse) else None
-            is_replayed = job.kind in REPLAYED
-            return Done(result=json.encode(result), content_type=JSON, is_replayed=is_replayed, shown=shown)
+            return Done(
+                result=json.encode(result),
+                content_type=JSON,
+                is_replayed=job.kind in REPLAYED,
+                shown=stepped(job, result) if isinstance(result, OptimStepResponse) else None,
+                publishes=_published(job, result),
+            )
         except InvalidInputError as error:
             if job.kind == "load_weights":
                 self._drop_halves(job)
@@ -172,6 +178,14 @@ class Trainer:
         except Exception as error:  # noqa: BLE001 - our fault, and of this job alone
             self._drop_halves(job)
             return server_failure(job, error, self._engine)
+
+    def finished(self, jobs: Sequence[Job], accepted: Collection[str], seconds: float) -> None:
+        """These jobs were done, which took so long; of those accepted, the outcomes are in the store."""
+        for job in jobs:
+            superseded = self._superseded.pop(job.request_id, None)
+            if superseded is not None and job.request_id in accepted:
+                self._weights.drop(superseded)
+        self.live.finished(jobs, accepted, seconds)
 
     def _drop_halves(self, job: Job) -> None:
         """A model that may have been changed in part is built again from what was done as a whole."""
@@ -339,10 +353,8 @@ class Trainer:
         return 2 * weights if is_encrypted else weights
 
     def _snapshot(self, job: Job, request: SaveWeightsForSamplerRequest) -> str:
-        """A sampler of the weights as they are now, in memory: all inflight ones of the model, if it is one."""
+        """A sampler of the weights as they are now, in memory."""
         frozen = self._adapter(job).frozen_copy()
-        is_inflight = request.kind == "inflight"
-        before = self._store.samplers.published(job.model_id or "", job.owner) if is_inflight else None
         sampler = self._store.samplers.create(
             NewSampler(
                 session_id=job.session_id,
@@ -351,7 +363,6 @@ class Trainer:
                 base_model=self._base_model,
                 model_id=job.model_id,
                 model_seq_id=job.seq_id,
-                inflight=is_inflight,
             )
         )
         if (sampler.model_id, sampler.model_seq_id) != (job.model_id, job.seq_id):
@@ -362,8 +373,10 @@ class Trainer:
                 value=request.sampling_session_seq_id,
             )
         self._weights.keep(sampler.sampler_id, frozen)
-        if before is not None and before.sampler_id != sampler.sampler_id:
-            self._weights.drop(before.sampler_id)
+        if request.kind == "inflight":
+            before = self._store.samplers.published(job.model_id or "", job.owner)
+            if before is not None:
+                self._superseded[job.request_id] = before.sampler_id
         return sampler.sampler_id
 
     def _load_weights(self, job: Job) -> LoadWeightsResponse:
@@ -443,6 +456,14 @@ class Trainer:
         if model is None:
             raise InvalidInputError(f"There is no model {job.model_id!r}.", field="model_id", value=job.model_id)
         return model
+
+
+def _published(job: Job, result: WireModel) -> str | None:
+    """The sampler of an inflight save."""
+    if not isinstance(result, SaveWeightsForSamplerResponseInternal):
+        return None
+    request = json.decode(SaveWeightsForSamplerRequest, job.payload)
+    return result.sampling_session_id if request.kind == "inflight" else None
 
 
 def _row(job: Job, request: TrainingRequest, datum: Datum, adapter: Adapter, graph: CustomLossGraph | None) -> TrainRow:

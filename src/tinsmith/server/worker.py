@@ -260,7 +260,7 @@ class Worker:
         ran = {job.request_id for job in jobs}
         note_begun(self._to_finish, [job for job in batch if job.request_id in ran])
         accepted = self._complete(outcomes, jobs)
-        self._trainer.live.finished(jobs, accepted, time.perf_counter() - started)
+        self._trainer.finished(jobs, accepted, time.perf_counter() - started)
         self._may_claim = True  # the next jobs of these models
         return jobs[0].kind
 

@@ -172,7 +172,14 @@ class StandInWorkers:
             return Failed(error=error.message, category="user")
         if isinstance(result, bytes):
             return Done(result=result, content_type=PROTOBUF, shown=self._shown(job, result))
-        return Done(result=msgspec.json.encode(result), content_type=JSON, shown=self._shown(job, result))
+        shown, publishes = self._shown(job, result), self._published(job, result)
+        return Done(result=msgspec.json.encode(result), content_type=JSON, shown=shown, publishes=publishes)
+
+    def _published(self, job: Job, result: Any) -> str | None:
+        is_inflight = (
+            job.kind == "save_weights_for_sampler" and msgspec.json.decode(job.payload).get("kind") == "inflight"
+        )
+        return result["sampling_session_id"] if is_inflight else None
 
     def _shown(self, job: Job, result: Any) -> Shown | None:
         match job.kind:
@@ -236,7 +243,6 @@ class StandInWorkers:
                 base_model=job.base_model,
                 model_id=job.model_id,
                 model_seq_id=job.seq_id,
-                inflight=asked.get("kind") == "inflight",
             )
         )
         self._policies[sampler.sampler_id] = self._policies[_model(job)]

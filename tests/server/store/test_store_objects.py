@@ -29,6 +29,7 @@ from tinsmith.server.store.records import (
     Abandoned,
     Cancelled,
     CheckpointKey,
+    Failed,
     Heartbeat,
     Lora,
     NewEvent,
@@ -42,6 +43,7 @@ from tinsmith.server.store.records import (
     Storage,
     Submission,
 )
+from tinsmith.server.store.samplers import publish
 
 HOUR = timedelta(hours=1)
 ANN = NewSession(owner="ann")
@@ -476,6 +478,14 @@ def test_a_sampler_that_follows_a_model_has_no_copied_weights_to_give_up(store: 
 
 def published(store: Store, session_id: str, number: int, **changes: object) -> str:
     """An inflight sampler with the weights of a model after operation `number`."""
+    sampler_id = made(store, session_id, number, **changes)
+    done = msgspec.structs.replace(DONE, publishes=sampler_id)
+    store._database.write(lambda connection: publish(connection, {"its save": done}))
+    return sampler_id
+
+
+def made(store: Store, session_id: str, number: int, **changes: object) -> str:
+    """What a worker makes before its job is done."""
     sampler = NewSampler(
         session_id=session_id,
         sampling_session_seq_id=number,
@@ -483,7 +493,6 @@ def published(store: Store, session_id: str, number: int, **changes: object) -> 
         base_model="tiny",
         model_id=MODEL,
         model_seq_id=number,
-        inflight=True,
     )
     return store.samplers.create(msgspec.structs.replace(sampler, **changes)).sampler_id
 
@@ -497,7 +506,7 @@ def source(store: Store, sampler_id: str, owner: str = "ann") -> str:
 def test_an_inflight_sampler_draws_with_the_newest_weights_that_were_published_for_its_model(store: Store) -> None:
     first, second = published(store, "s", 3), published(store, "s", 5)
     other = published(store, "s", 7, model_id="other")
-    snapshot = published(store, "s", 9, inflight=False)
+    snapshot = made(store, "s", 9)
     assert [source(store, each) for each in (first, second, other, snapshot)] == [second, second, other, snapshot]
     newest = published(store, "s", 11)
     assert [source(store, each) for each in (first, second, other, snapshot)] == [newest, newest, other, snapshot]
@@ -514,6 +523,36 @@ def test_an_inflight_sampler_that_is_made_again_is_the_first(store: Store) -> No
     first = published(store, "s", 3)
     assert published(store, "s", 3) == first
     assert source(store, first) == first
+
+
+def test_weights_are_published_when_their_save_is_done_and_not_before(store: Store) -> None:
+    first = published(store, "s", 3)
+    for number in range(4):
+        store.jobs.enqueue(training(number, kind="save_weights_for_sampler"))
+    stolen, failed, unwanted, done = (f"{MODEL}:{number}" for number in range(4))
+    outcomes = {
+        each: msgspec.structs.replace(DONE, publishes=made(store, "s", 4 + n)) for n, each in enumerate([stolen, done])
+    }
+    store.jobs.claim("tiny", "w", train=9)
+    made(store, "s", 7)
+    made(store, "s", 8)
+    store.jobs.complete("w", {failed: Failed(error="no", category="server"), unwanted: Cancelled()})
+    assert store.jobs.complete("another", {stolen: outcomes[stolen]}) == []
+    assert source(store, first) == first
+    assert store.jobs.complete("w", {done: outcomes[done]}) == [done]
+    assert source(store, first) == outcomes[done].publishes
+    assert [source(store, f"s:sample:{number}") for number in (4, 7, 8)] == ["s:sample:4", "s:sample:7", "s:sample:8"]
+
+
+def test_what_is_published_late_is_kept_although_it_was_given_up_meanwhile(store: Store, clock: Clock) -> None:
+    session_id = store.sessions.create(ANN).session_id
+    late = made(store, session_id, 3)
+    clock.pass_(HOUR)
+    since = clock()
+    assert store.samplers.remove_copies(since, most=9, unused_since=since) == [late]
+    assert published(store, session_id, 3) == late
+    assert store.samplers.kept([late]) == {late}
+    assert source(store, late) == late
 
 
 def test_published_weights_stay_while_an_older_sampler_may_draw_with_them(store: Store, clock: Clock) -> None:
@@ -546,7 +585,7 @@ def test_published_weights_outlive_their_session_until_the_last_sample_is_drawn(
 
 def test_inflight_samplers_without_weights_of_their_own_push_no_weights_out(store: Store, clock: Clock) -> None:
     session_id = store.sessions.create(ANN).session_id
-    snapshot, *older, newest = (published(store, session_id, number, inflight=number > 0) for number in range(6))
+    snapshot, *older, newest = (made(store, session_id, 0), *(published(store, session_id, n) for n in range(1, 6)))
     clock.pass_(HOUR)
     assert store.samplers.remove_copies(clock() - 9 * HOUR, most=4, unused_since=clock()) == []
     assert sorted(store.samplers.remove_copies(clock() - 9 * HOUR, most=2, unused_since=clock())) == older[:2]

@@ -38,6 +38,7 @@ from tinsmith.server.store.records import (
     Stray,
     Submission,
 )
+from tinsmith.server.store.samplers import publish
 from tinsmith.server.store.schema import jobs, models, payloads, results, sessions, streams, turns
 
 # Written out rather than bound, because that is how the databases see that a partial index applies.
@@ -384,7 +385,9 @@ class Jobs:
             accepted = self._settle(connection, outcomes, _RUNNING_HERE, worker=worker)
             for request_id in events.keys() & accepted:
                 note(connection, events[request_id], self._database.now())
-            add_samples(connection, {request_id: outcomes[request_id] for request_id in accepted}, self._database.now())
+            done = {request_id: outcomes[request_id] for request_id in accepted}
+            add_samples(connection, done, self._database.now())
+            publish(connection, done)
             return accepted
 
         return self._database.write(write, durable=False)

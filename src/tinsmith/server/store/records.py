@@ -191,6 +191,8 @@ class Done(Record):
     """Whether it is done once more when its model is built again, so that its data have to be kept."""
 
     shown: Shown | None = None
+    publishes: str | None = None
+    """The sampler whose weights all inflight samplers of its model draw with from now on."""
 
 
 class Failed(Record):
@@ -443,9 +445,6 @@ class NewSampler(Record):
     model_seq_id: int | None = None
     """The operation of `model_id` after which the weights were copied; `None` for a sampler that follows the model."""
 
-    inflight: bool = False
-    """Whether it draws with the newest weights that were copied for such a sampler of the model."""
-
 
 class Sampler(Record):
     """A sampling session."""
@@ -459,6 +458,8 @@ class Sampler(Record):
     model_id: str | None
     model_seq_id: int | None
     inflight: bool
+    """Whether it draws with the newest weights that were published for such samplers of the model."""
+
     created: datetime
     removed: datetime | None
     """Since when its weights are not kept any more; only for those copied from a model."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from datetime import datetime
 
 import sqlalchemy as sa
 
 from tinsmith.server.store import ids
 from tinsmith.server.store.database import Database, Row
-from tinsmith.server.store.records import Loss, NewLoss, NewSampler, Sampler
+from tinsmith.server.store.records import Done, Loss, NewLoss, NewSampler, Outcome, Sampler
 from tinsmith.server.store.schema import jobs, losses, samplers, sessions, streams
 
 _SAMPLERS = sa.select(
@@ -32,6 +32,18 @@ _HAS_ELDERS = sa.and_(
 )
 
 
+def publish(connection: sa.Connection, done: Mapping[str, Outcome]) -> None:
+    """Samplers that these jobs were to publish, within the transaction that records them as done.
+
+    A worker makes its sampler before that, and may die in between; one that waited long to be made again may have been
+    given up meanwhile.
+    """
+    published = [outcome.publishes for outcome in done.values() if isinstance(outcome, Done) and outcome.publishes]
+    if published:
+        update = sa.update(samplers).where(samplers.c.sampler_id.in_(published))
+        connection.execute(update.values(inflight=True, removed=None))
+
+
 class Samplers:
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -48,7 +60,6 @@ class Samplers:
             "saved_by": sampler.saved_by,
             "model_id": sampler.model_id,
             "model_seq_id": sampler.model_seq_id,
-            "inflight": sampler.inflight,
             "created": self._database.now(),
         }
 

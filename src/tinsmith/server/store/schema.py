@@ -125,7 +125,8 @@ samplers = sa.Table(
     sa.Column("created", UtcTime, nullable=False),
     sa.Column("removed", UtcTime),  # since then its weights, copied from a model, are not kept any more
     sa.Column("saved_by", sa.Text),  # the job that wrote the checkpoint it samples from
-    sa.Column("inflight", sa.Boolean, nullable=False, server_default=sa.false()),  # draws with the newest of its model
+    # Draws with the newest of its model. It is that only when the job that makes it is done.
+    sa.Column("inflight", sa.Boolean, nullable=False, server_default=sa.false()),
     sa.Index("samplers_by_age", "created", sqlite_where=_COPIED, postgresql_where=_COPIED),
     sa.Index(
         "samplers_published",
