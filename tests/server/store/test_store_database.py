@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,65 @@ def test_the_newest_weights_of_a_model_are_found_without_a_look_at_those_of_othe
     assert "USING INDEX samplers_published (model_id=?)" in plan[0].detail
     assert not [row for row in plan if "ORDER BY" in row.detail]
     store.close()
+
+
+def publish_many(store: Store, num_removed: int, num_kept: int) -> None:
+    """Inflight samplers of one model, of which the older were given up."""
+    now = store._database.now()
+    same = {"session_id": "s", "owner": "ann", "base_model": "tiny", "model_id": MODEL, "inflight": True}
+    rows = [
+        {**same, "sampler_id": f"{n}", "model_seq_id": n, "created": now, "removed": now if n < num_removed else None}
+        for n in range(num_removed + num_kept)
+    ]
+    store._database.write(lambda connection: connection.execute(sa.insert(schema.samplers), rows))
+
+
+def give_up_all(store: Store) -> list[str]:
+    later = store._database.now() + timedelta(hours=1)
+    return store.samplers.remove_copies(later, most=9, unused_since=later)
+
+
+def test_giving_up_published_weights_costs_no_more_after_many_were_given_up(tmp_path: Path) -> None:
+    def steps(num_removed: int) -> int:
+        """Those of SQLite's machine, in hundreds."""
+        store = Store(f"sqlite:///{tmp_path}/{num_removed}.db")
+        publish_many(store, num_removed, num_kept=100)
+        taken: list[int] = []
+
+        def count(connection: Any, *_: object) -> None:
+            connection.set_progress_handler(lambda: taken.append(1), 100)
+
+        sa.event.listen(store._database.engine, "checkout", count)
+        assert len(give_up_all(store)) == 99
+        store.close()
+        return len(taken)
+
+    assert steps(num_removed=2000) < 2 * steps(num_removed=0)
+
+
+def test_postgresql_finds_the_newest_weights_by_an_index_for_each_that_may_be_given_up(postgres: Postgres) -> None:
+    store = Store(postgres.new_database())
+    publish_many(store, num_removed=0, num_kept=5000)
+    store._database.write(lambda connection: connection.exec_driver_sql("ANALYZE samplers"))
+    seen = statements(store)
+    store.samplers.kept(["1"])
+    assert len(give_up_all(store)) == 4999
+    queries = [(statement, values) for statement, values in seen if "mates" in statement]
+    with store._database.engine.connect() as connection:
+        for statement, values in queries:
+            plan = "\n".join(connection.exec_driver_sql(f"EXPLAIN {statement}", values).scalars())
+            assert "using samplers_published on samplers mates" in plan
+            assert "Seq Scan on samplers mates" not in plan
+    assert len(queries) > 2
+    store.close()
+
+
+def test_samplers_are_made_while_published_weights_are_looked_through(store: Store) -> None:
+    publish_many(store, num_removed=0, num_kept=1)
+    seen = statements(store)
+    long_ago = store._database.now() - timedelta(hours=1)
+    assert store.samplers.remove_copies(long_ago, most=9, unused_since=long_ago) == []
+    assert [statement.partition(" ")[0] for statement, _ in seen if "samplers" in statement] == ["SELECT"]
 
 
 def test_what_is_acknowledged_reaches_the_disk_and_what_follows_from_it_need_not(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 
 import sqlalchemy as sa
@@ -20,16 +20,18 @@ _AT_ONCE = 1000  # names in one query; databases have a limit
 _KEPT_COPY = sa.and_(
     samplers.c.model_id.is_not(None), samplers.c.model_seq_id.is_not(None), samplers.c.removed.is_(None)
 )
-# Of the inflight samplers of a model, all draw with the weights of the newest: nobody asks for the others' any more.
+# Of the inflight samplers of a model, all draw with the weights of the newest: nobody asks for the others' any more. It
+# is not removed before them. It is found by order, as PostgreSQL would read the table for any one that is newer.
 _mates = samplers.alias("mates")
-_OF_SAME_MODEL = sa.select(_mates.c.sampler_id).where(_mates.c.inflight, _mates.c.model_id == samplers.c.model_id)
-_IS_SUPERSEDED = sa.and_(
-    samplers.c.inflight, _OF_SAME_MODEL.where(_mates.c.model_seq_id > samplers.c.model_seq_id).exists()
+_OF_SAME_MODEL = (
+    sa.select(_mates.c.model_seq_id)
+    .where(_mates.c.inflight, _mates.c.removed.is_(None), _mates.c.model_id == samplers.c.model_id)
+    .limit(1)
 )
-_HAS_ELDERS = sa.and_(
-    samplers.c.inflight,
-    _OF_SAME_MODEL.where(_mates.c.model_seq_id < samplers.c.model_seq_id, _mates.c.removed.is_(None)).exists(),
-)
+_NEWEST = _OF_SAME_MODEL.order_by(_mates.c.model_seq_id.desc()).scalar_subquery()
+_OLDEST = _OF_SAME_MODEL.order_by(_mates.c.model_seq_id).scalar_subquery()
+_IS_SUPERSEDED = sa.and_(samplers.c.inflight, samplers.c.model_seq_id < _NEWEST)
+_IS_DRAWN_WITH = sa.and_(samplers.c.inflight, samplers.c.model_seq_id == _NEWEST, samplers.c.model_seq_id > _OLDEST)
 
 
 def publish(connection: sa.Connection, done: Mapping[str, Outcome]) -> None:
@@ -75,7 +77,8 @@ class Samplers:
 
     def published(self, model_id: str, owner: str) -> Sampler | None:
         """The inflight sampler with the weights that all of this model draw with, if there is one: the newest."""
-        query = _SAMPLERS.where(samplers.c.inflight, samplers.c.model_id == model_id, samplers.c.owner == owner)
+        kept = sa.and_(samplers.c.inflight, samplers.c.removed.is_(None))
+        query = _SAMPLERS.where(kept, samplers.c.model_id == model_id, samplers.c.owner == owner)
         return self._database.first(query.order_by(samplers.c.model_seq_id.desc()).limit(1), _sampler)
 
     def source(self, sampler: Sampler) -> Sampler:
@@ -99,30 +102,40 @@ class Samplers:
         others those that an owner used longest ago, if they are more than `most` and nobody has used them lately.
 
         One that still has to answer somebody stays. So do weights that an older inflight sampler draws with. Those that
-        draw with a newer one's have none of their own, and are counted apart.
+        draw with a newer one's have none of their own, and do not count.
         """
         in_use = sa.select(jobs.c.request_id).where(jobs.c.stream == samplers.c.sampler_id, jobs.c.finished.is_(None))
         ended = sa.select(sessions.c.session_id).where(
             sessions.c.session_id == samplers.c.session_id, sessions.c.state != "active"
         )
-        used = sa.func.coalesce(streams.c.last_request, samplers.c.created)
-        place = sa.func.row_number().over(partition_by=[samplers.c.owner, _IS_SUPERSEDED], order_by=used.desc())
+        asked = sa.select(streams.c.last_request).where(streams.c.stream == samplers.c.sampler_id)
+        used = sa.func.coalesce(asked.scalar_subquery(), samplers.c.created)
+        superseded = _IS_SUPERSEDED.label("superseded")
+        place = sa.func.row_number().over(partition_by=[samplers.c.owner, superseded], order_by=used.desc())
         copies = (
-            sa.select(samplers.c.sampler_id, used.label("used"), place.label("place"))
-            .select_from(samplers.outerjoin(streams, streams.c.stream == samplers.c.sampler_id))
+            sa.select(
+                *(samplers.c.sampler_id, used.label("used"), place.label("place"), superseded),
+                ended.exists().label("ended"),
+            )
             .where(_KEPT_COPY)
             .subquery()
         )
-        too_old = sa.or_(copies.c.used < idle_since, sa.and_(copies.c.place > most, copies.c.used < unused_since))
-        unwanted = samplers.c.sampler_id.in_(sa.select(copies.c.sampler_id).where(too_old))
-        is_drawn_with = sa.and_(_HAS_ELDERS, sa.not_(_IS_SUPERSEDED))
+        too_many = sa.and_(copies.c.place > most, sa.not_(copies.c.superseded), copies.c.used < unused_since)
+        unwanted = sa.or_(copies.c.ended, copies.c.used < idle_since, too_many)
+        # Looking takes no lock: there may be many, and few of them to be removed.
+        found = self._database.all(sa.select(copies.c.sampler_id).where(unwanted), lambda row: str(row.sampler_id))
         update = (
             sa.update(samplers)
-            .where(_KEPT_COPY, sa.or_(ended.exists(), unwanted), sa.not_(in_use.exists()), sa.not_(is_drawn_with))
+            .where(samplers.c.sampler_id.in_(sa.bindparam("found", expanding=True)), _KEPT_COPY)
+            .where(sa.or_(ended.exists(), used < unused_since), sa.not_(in_use.exists()), sa.not_(_IS_DRAWN_WITH))
             .values(removed=self._database.now())
             .returning(samplers.c.sampler_id)
         )
-        return self._database.write(lambda connection: [*connection.scalars(update)])
+
+        def remove(names: Sequence[str]) -> list[str]:
+            return self._database.write(lambda connection: [*connection.scalars(update, {"found": names})])
+
+        return [name for start in range(0, len(found), _AT_ONCE) for name in remove(found[start : start + _AT_ONCE])]
 
     def copies_of(self, model_id: str, upto_seq: int) -> list[str]:
         """The samplers with weights of this model as it was after an operation up to this number."""

@@ -131,8 +131,8 @@ samplers = sa.Table(
     sa.Index(
         "samplers_published",
         *("model_id", "model_seq_id"),
-        sqlite_where=sa.text("inflight = 1"),
-        postgresql_where=sa.text("inflight"),
+        sqlite_where=sa.text("inflight = 1 AND removed IS NULL"),
+        postgresql_where=sa.text("inflight AND removed IS NULL"),
     ),
 )
 
