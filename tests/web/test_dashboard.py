@@ -69,7 +69,9 @@ def service(server: ServerProcess) -> Iterator[ServiceClient]:
 
 @pytest.fixture(scope="module")
 def trainer(service: ServiceClient) -> TrainingClient:
-    trainer = aside(lambda: service.create_lora_training_client(BASE, rank=4, user_metadata={"note": SCRIPT}).result())
+    trainer = aside(
+        lambda: service.create_lora_training_client(BASE, rank=4, seed=1, user_metadata={"note": SCRIPT}).result()
+    )
     step(trainer)
     return trainer
 
