@@ -250,9 +250,23 @@ def make_private(file: Path) -> None:
 
 def _prepare_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None  # transactions begin where `_begin_sqlite` says, not where the driver guesses
-    pragmas = ("journal_mode = WAL", "synchronous = NORMAL", "foreign_keys = ON", "journal_size_limit = 67108864")
-    for pragma in pragmas:
+    _write_ahead(connection)
+    for pragma in ("synchronous = NORMAL", "foreign_keys = ON", "journal_size_limit = 67108864"):
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _write_ahead(connection: Any) -> None:
+    """Of several that make a new database do so at once, SQLite lets only one, and does not wait for the others."""
+    end = time.monotonic() + _BUSY_SECONDS
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL").close()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > end:
+                raise
+            time.sleep(_FIRST_PAUSE_SECONDS)
+        else:
+            return
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
