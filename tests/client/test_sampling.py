@@ -369,7 +369,7 @@ def test_a_done_callback_that_would_wait_for_room_for_ever_is_told(server: FakeS
 
 
 def test_queued_samples_hold_no_task_and_no_request(server: FakeServer) -> None:
-    client = sampling_client(server, tinsmith.RetryConfig(max_connections=3))
+    client = sampling_client(server, tinsmith.RetryConfig(max_connections=3)).result(10)
     server.hold("asample")
     tasks = client._connection.loop._tasks
     before = len(tasks)
