@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import logging
 import warnings
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, TypeAlias, TypeVar, get_args
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from tinsmith.client import chunks, custom_loss, loss_graph
 from tinsmith.client.connection import Call, Connection
@@ -24,8 +23,19 @@ from tinsmith.client.sampling import SamplingClient, check_retry_config
 from tinsmith.client.session import Session
 from tinsmith.client.submissions import ForwardBackwardSubmission, JsonSubmission, LossConfig
 from tinsmith.client.threads import run_coding, run_user_code
+from tinsmith.client.training_checks import (
+    Framework,
+    check_custom_loss,
+    check_loss_type_input,
+    check_torch_is_installed,
+    check_ttl,
+    checked_data,
+    checked_name,
+    checked_recipients,
+    warn_of_load_state,
+)
 from tinsmith.client.turns import Operation, Submission, TurnQueue
-from tinsmith.errors import InvalidInputError, InvalidTypeError, MissingExtraError, UnsupportedByServerError
+from tinsmith.errors import InvalidInputError, InvalidTypeError, UnsupportedByServerError
 from tinsmith.types import (
     AdamParams,
     Datum,
@@ -66,14 +76,8 @@ M = TypeVar("M", bound=Model)
 
 CustomLossFn = custom_loss.TorchLossFn | custom_loss.NumpyLossFn | loss_graph.LossHandle
 
-Framework: TypeAlias = Literal["torch", "numpy"]
-
 TO_BE_NAMED = ""
 """In place of the id of a model that may not be there yet."""
-
-MAX_AGE_RECIPIENTS = 10
-MIN_TTL_SECONDS, MAX_TTL_SECONDS = 3_600, 315_360_000
-"""One hour and ten years."""
 
 
 def json_result(request_type: str, result_type: type[M]) -> ResultKind[M]:
@@ -178,9 +182,9 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
         loss, one gradient array per datum, and metrics. It runs in a thread of its own on this machine, between a
         forward and a backward pass; operations called later wait for it.
         """
-        _check_loss_type_input(loss_type_input)
-        _check_custom_loss(loss_fn, framework)
-        data = _checked_data(data)
+        check_loss_type_input(loss_type_input)
+        check_custom_loss(loss_fn, framework)
+        data = checked_data(data)
         if isinstance(loss_fn, loss_graph.LossHandle):
             loss_graph.check_handle_data(loss_fn, data)
             self._check_handle_session(loss_fn)
@@ -190,7 +194,7 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
         elif framework == "numpy":
             compute = functools.partial(custom_loss.numpy_loss, loss_fn, data)  # type: ignore[arg-type]
         else:
-            _check_torch_is_installed()
+            check_torch_is_installed()
             compute = functools.partial(custom_loss.torch_loss, loss_fn, data)  # type: ignore[arg-type]
         forward = self._forward_backward(custom_loss.forward_data(data), "cross_entropy", None, forward_only=True)
         return self._turns.add(self._custom_backward(data, forward.future, compute), after=forward)
@@ -243,13 +247,13 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
         """
         request = SaveWeightsRequest(
             model_id=TO_BE_NAMED,
-            path=_checked_name(name),
+            path=checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
             overwrite=overwrite,
             user_metadata=_dict(user_metadata),
         )
-        _check_ttl(request.ttl_seconds)
+        check_ttl(request.ttl_seconds)
         return self._operate("/api/v1/save_weights", request, SAVE_WEIGHTS)
 
     async def save_state_async(
@@ -267,12 +271,12 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
         """Saves weights for sampling, without optimizer state."""
         request = SaveWeightsForSamplerRequest(
             model_id=TO_BE_NAMED,
-            path=_checked_name(name),
+            path=checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
             user_metadata=_dict(user_metadata),
         )
-        _check_ttl(request.ttl_seconds)
+        check_ttl(request.ttl_seconds)
         return self._operate("/api/v1/save_weights_for_sampler", request, SAVE_WEIGHTS_FOR_SAMPLER, _public_save)
 
     async def save_weights_for_sampler_async(
@@ -286,12 +290,12 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
         """Exports the weights as files for other tools, encrypted for up to ten `age` recipients if given."""
         request = SaveWeightsExternalRequest(
             model_id=TO_BE_NAMED,
-            path=_checked_name(name),
+            path=checked_name(name),
             seq_id=1,
             ttl_seconds=ttl_seconds,
-            age_encryption_recipients=_checked_recipients(age_encryption_recipients),
+            age_encryption_recipients=checked_recipients(age_encryption_recipients),
         )
-        _check_ttl(request.ttl_seconds)
+        check_ttl(request.ttl_seconds)
         return self._operate("/api/v1/save_weights_external", request, SAVE_WEIGHTS_EXTERNAL)
 
     async def save_weights_external_async(
@@ -301,26 +305,26 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
 
     def load_state(self, path: str, weights_access_token: str | None = None) -> APIFuture[LoadWeightsResponse]:
         """Deprecated: use `ServiceClient.create_training_client_from_state`."""
-        _warn_of_load_state("create_training_client_from_state")
+        warn_of_load_state("create_training_client_from_state")
         return self._load(path, weights_access_token, optimizer=False)
 
     async def load_state_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
-        _warn_of_load_state("create_training_client_from_state")
+        warn_of_load_state("create_training_client_from_state")
         return self._load(path, weights_access_token, optimizer=False)
 
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
         """Deprecated: use `ServiceClient.create_training_client_from_state_with_optimizer`."""
-        _warn_of_load_state("create_training_client_from_state_with_optimizer")
+        warn_of_load_state("create_training_client_from_state_with_optimizer")
         return self._load(path, weights_access_token, optimizer=True)
 
     async def load_state_with_optimizer_async(
         self, path: str, weights_access_token: str | None = None
     ) -> APIFuture[LoadWeightsResponse]:
-        _warn_of_load_state("create_training_client_from_state_with_optimizer")
+        warn_of_load_state("create_training_client_from_state_with_optimizer")
         return self._load(path, weights_access_token, optimizer=True)
 
     # Sampling
@@ -471,7 +475,7 @@ class TrainingClient(InTheMaking["TrainingClient", _Known]):
     def _forward_backward(
         self, data: Sequence[Datum], loss_fn: LossFnType, config: LossConfig | None, *, forward_only: bool
     ) -> Operation[ForwardBackwardOutput]:
-        data = _checked_data(data)
+        data = checked_data(data)
         check_loss_fn(loss_fn)
         costs = [chunks.byte_size(datum) for datum in data]
 
@@ -590,102 +594,6 @@ async def _looked_up(connection: Connection, make: Callable[[], Coroutine[Any, A
     known = _Known(made, await connection.call_for(GetInfoResponse, call))
     logger.info("Model %s is ready.", made.model_id)
     return known
-
-
-def _checked_data(data: Sequence[Datum]) -> list[Datum]:
-    if isinstance(data, Datum) or not isinstance(data, Iterable):
-        raise InvalidTypeError(
-            f"data must be a list of Datum, not a {type(data).__name__}; put a single Datum into a list.",
-            field="data",
-            value=data,
-        )
-    items = list(data)
-    if not items:
-        raise InvalidInputError("data is empty; pass at least one Datum.", field="data", value=data)
-    for index, datum in enumerate(items):
-        if not isinstance(datum, Datum):
-            raise InvalidTypeError(
-                f"data[{index}] is a {type(datum).__name__}, not a Datum.", field=f"data[{index}]", value=datum
-            )
-    return items
-
-
-def _check_loss_type_input(value: str | None) -> None:
-    if value is None:
-        return
-    warnings.warn("loss_type_input is deprecated; leave it out.", FutureWarning, stacklevel=3)
-    if value != "logprobs":
-        raise InvalidInputError(
-            f"loss_type_input is {value!r}; only 'logprobs' is possible.", field="loss_type_input", value=value
-        )
-
-
-def _check_custom_loss(loss_fn: object, framework: object) -> None:
-    if framework not in get_args(Framework):
-        raise InvalidInputError(
-            f"framework is {framework!r}; it must be one of {', '.join(get_args(Framework))}.",
-            field="framework",
-            value=framework,
-        )
-    if not isinstance(loss_fn, loss_graph.LossHandle) and not callable(loss_fn):
-        raise InvalidTypeError(
-            f"loss_fn must be a function or a handle from create_custom_loss(), not {loss_fn!r}; for a loss of the "
-            "server, call forward_backward() with its name.",
-            field="loss_fn",
-            value=loss_fn,
-        )
-
-
-def _check_torch_is_installed() -> None:
-    """Without importing it: that takes a second or more, and happens in the thread that runs the loss."""
-    if importlib.util.find_spec("torch") is None:
-        raise MissingExtraError("torch", "torch", "A custom loss")
-
-
-def _checked_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise InvalidInputError(
-            f"name is {name!r}; a checkpoint needs a name such as 'step-100'.", field="name", value=name
-        )
-    return name
-
-
-def _check_ttl(seconds: int | None) -> None:
-    if seconds is not None and not MIN_TTL_SECONDS <= seconds <= MAX_TTL_SECONDS:
-        raise InvalidInputError(
-            f"ttl_seconds is {seconds:,}; it must lie between {MIN_TTL_SECONDS:,} (one hour) and {MAX_TTL_SECONDS:,} "
-            "(ten years), or be None to keep the checkpoint for ever.",
-            field="ttl_seconds",
-            value=seconds,
-        )
-
-
-def _checked_recipients(recipients: Sequence[str] | None) -> list[str] | None:
-    if recipients is None:
-        return None
-    if isinstance(recipients, str | bytes) or not isinstance(recipients, Iterable):
-        raise InvalidTypeError(
-            f"age_encryption_recipients must be a list of public keys, not a {type(recipients).__name__}; put a single "
-            "key into a list.",
-            field="age_encryption_recipients",
-            value=recipients,
-        )
-    keys = list(recipients)
-    if len(keys) > MAX_AGE_RECIPIENTS:
-        raise InvalidInputError(
-            f"{len(keys)} age recipients were given; at most {MAX_AGE_RECIPIENTS} are possible.",
-            field="age_encryption_recipients",
-            value=len(keys),
-        )
-    return keys
-
-
-def _warn_of_load_state(replacement: str) -> None:
-    warnings.warn(
-        f"Loading into an existing training client is deprecated; use ServiceClient.{replacement}().",
-        FutureWarning,
-        stacklevel=3,
-    )
 
 
 def _public_save(result: SaveWeightsForSamplerResponseInternal) -> SaveWeightsForSamplerResponse:
